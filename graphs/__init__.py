@@ -1,0 +1,1 @@
+"""HOW stages are wired and run."""

@@ -1,0 +1,1 @@
+"""rollstream: reinforcement-learning post-training as a Ray-native pipeline of composable stages."""

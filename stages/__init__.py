@@ -1,0 +1,1 @@
+"""WHAT is computed: stages, their schemas and their errors. Knows no graph and no node."""

@@ -1,0 +1,269 @@
+"""What a stage is. A stage computes; it knows no graph, no node and no GPU count.
+
+Kinds, by what the hook takes and gives:
+
+    Source        rows(skip) -> groups of Prompted              prompts
+    MapStage      process(group) -> the columns it adds         reward, reference log-probabilities, advantage
+    RolloutStage  generate(groups) -> new groups, as they end   rollout; takes new weights
+    UpdateStage   update(groups) -> metrics; owns the weights   actor
+
+Calling a stage on a stream wires it; pyright checks the schemas, and so does the call:
+
+    class Shout(MapStage[Rollouts, Scored]):
+        def process(self, group):
+            return {"reward": ..., "reward_parts": ...}
+
+    scored = Shout()(rollouts)          # Stream[Scored]
+
+A stage is constructed on the driver, where `faults()` checks all that can be checked without a model, and pickled to
+the process that runs it, where `setup(world)` loads what is heavy. Nothing heavy may be imported before `setup`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar, get_args
+
+import numpy as np
+import pyarrow as pa
+
+from rollstream.stages.errors import ConfigError, WiringError
+from rollstream.stages.schema import Schema, join_columns, validate
+
+S_co = TypeVar("S_co", bound=Schema, covariant=True)
+In = TypeVar("In", bound=Schema)
+Out = TypeVar("Out", bound=Schema)
+
+#: A metric on its way: (sum, count). The mean is taken once, at the end.
+Metric = tuple[float, float]
+
+
+class Metrics:
+    """Sums and counts by name, so that means are right however a batch was cut.
+
+    >>> m = Metrics()
+    >>> m.add("loss", 6.0, 3); m.add("loss", 2.0)
+    >>> m.means()
+    {'loss': 2.0}
+    """
+
+    def __init__(self, sums: Mapping[str, Metric] | None = None):
+        self.sums: dict[str, Metric] = dict(sums or {})
+
+    def add(self, name: str, total: float, count: float = 1.0) -> None:
+        old = self.sums.get(name, (0.0, 0.0))
+        self.sums[name] = (old[0] + float(total), old[1] + float(count))
+
+    def merge(self, other: Mapping[str, Metric]) -> None:
+        for name, (total, count) in other.items():
+            self.add(name, total, count)
+
+    def take(self) -> dict[str, Metric]:
+        """The sums so far; starts again from nothing."""
+        sums, self.sums = self.sums, {}
+        return sums
+
+    def means(self) -> dict[str, float]:
+        """Mean of each metric that has a count."""
+        return {name: total / count for name, (total, count) in self.sums.items() if count}
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The process that a stage runs in: rank `rank` of `size`; rank 0 listens at address:port."""
+
+    rank: int = 0
+    size: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0
+    #: Compute threads of this process; 0 leaves the library's default.
+    threads: int = 0
+
+
+class Stream(Generic[S_co]):
+    """What a wired stage puts out. `inputs` are the streams it takes in, by the name of the argument."""
+
+    def __init__(self, stage: Stage[Any, Any], schema: type[S_co], inputs: Mapping[str, Stream[Schema]]):
+        self.stage = stage
+        self.schema = schema
+        self.inputs = inputs
+
+
+class Stage(ABC, Generic[In, Out]):
+    """Common to all stages: a frozen `Config`, a name, driver-side checks, and `setup`."""
+
+    consumes: ClassVar[type[Schema]] = Schema
+    produces: ClassVar[type[Schema]] = Schema
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """No settings."""
+
+    def __init__(self, config: Any = None, *, name: str | None = None):
+        wanted = type(self).Config
+        config = wanted() if config is None else config
+        if not isinstance(config, wanted):
+            raise ConfigError(
+                f"{type(self).__name__} takes a {wanted.__qualname__}, got {type(config).__name__}: "
+                f"write {type(self).__name__}({wanted.__qualname__}(...))"
+            )
+        self.config = config
+        self.name = name or re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
+        self.metrics = Metrics()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for base in getattr(cls, "__orig_bases__", ()):
+            schemas = [a for a in get_args(base) if isinstance(a, type) and issubclass(a, Schema)]
+            if schemas:
+                cls.produces = schemas[-1]
+                cls.consumes = schemas[0] if len(schemas) > 1 else Schema
+
+    def settings(self) -> dict[str, Any]:
+        """The config as plain values, for records."""
+        return {f.name: getattr(self.config, f.name) for f in dataclasses.fields(self.config)}
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that make up one replica of this stage."""
+        return 1
+
+    def faults(self) -> list[str]:
+        """Everything wrong that can be seen on the driver, without loading a model: one sentence each."""
+        return []
+
+    def setup(self, world: World) -> None:  # noqa: B027 - a stage may have nothing to load
+        """Loads what is heavy. Called once, in the stage's own process; collective where `num_ranks` > 1."""
+
+    def close(self) -> None:  # noqa: B027 - a stage may have nothing to free
+        """Frees what setup took (child processes, groups)."""
+
+    def _wire(self, **inputs: Stream[Any]) -> Stream[Out]:
+        return Stream(self, self.produces, inputs)  # type: ignore[arg-type]
+
+
+def check_wiring(stage: Stage[Any, Any], stream: object, wanted: type[Schema], argument: str = "") -> None:
+    """Raises WiringError, naming both schemas, unless `stream` carries all columns of `wanted`."""
+    what = f"{type(stage).__name__}'s {argument or 'input'}"
+    if not isinstance(stream, Stream):
+        raise WiringError(f"{what} must be a stream (a stage called on a stream), got {type(stream).__name__}")
+    if not issubclass(stream.schema, wanted):
+        lacking = [c for c in wanted.columns if c not in stream.schema.columns]
+        raise WiringError(
+            f"{what} must be a stream of {wanted.__name__}; {type(stream.stage).__name__} puts out "
+            f"{stream.schema.describe()}, which lacks {', '.join(lacking)}. Wire it to a stage that makes "
+            f"{wanted.__name__}."
+        )
+
+
+class Source(Stage[Any, Out], Stream[Out]):
+    """Where groups begin. A source is its own stream: `Rollout()(Prompts(config))`."""
+
+    def __init__(self, config: Any = None, *, name: str | None = None):
+        Stage.__init__(self, config, name=name)
+        Stream.__init__(self, self, self.produces, {})  # type: ignore[arg-type]
+
+    @abstractmethod
+    def rows(self, skip: frozenset[int], start: int) -> Iterator[pa.RecordBatch]:
+        """Groups in the order of the run from position `start` on, less the positions in `skip`; the same groups for
+        the same settings, always. Column `order` holds the position."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Changes when the data or their order change: a resume with another fingerprint is refused."""
+
+
+class MapStage(Stage[In, Out]):
+    """Adds columns to a group. Replicas are interchangeable; a group never depends on its neighbours."""
+
+    def __call__(self, stream: Stream[In]) -> Stream[Out]:
+        check_wiring(self, stream, self.consumes)
+        return self._wire(stream=stream)
+
+    @abstractmethod
+    def process(self, group: pa.RecordBatch) -> Mapping[str, pa.Array]:
+        """The columns that this stage adds, one row for each row of `group`. Called on every rank with the same
+        group; what rank 0 returns goes on."""
+
+    def run(self, group: pa.RecordBatch) -> pa.RecordBatch:
+        """`process`, checked: exactly the added columns of the schema, lengths and nulls right, plus sample_id."""
+        added = dict(self.process(group))
+        wanted = {n: t for n, t in self.produces.columns.items() if n not in self.consumes.columns}
+        if set(added) != set(wanted):
+            raise WiringError(f"{self.name} must add columns {sorted(wanted)}, it added {sorted(added)}")
+        part = pa.RecordBatch.from_arrays(
+            [group.column("sample_id"), *added.values()], names=["sample_id", *added.keys()]
+        )
+        aligned = {"response_ids": self.consumes.columns["response_ids"]} if "response_ids" in group.schema.names else {}
+        validate(join_columns([part, group]), wanted | aligned, self.produces.nullable, self.name)
+        return part
+
+
+class RolloutStage(Stage[In, Out]):
+    """Turns prompts into samples with weights that change under way."""
+
+    @abstractmethod
+    def generate(self, groups: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """New groups, each put out as soon as it is complete."""
+
+    @abstractmethod
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+        """Takes the weights of `version` in Hugging Face names; the next `generate` uses them."""
+
+    @property
+    @abstractmethod
+    def groups_per_batch(self) -> int:
+        """How many groups one call of `generate` takes at most."""
+
+    def __call__(self, stream: Stream[In]) -> Stream[Out]:
+        check_wiring(self, stream, self.consumes)
+        return self._wire(stream=stream)
+
+    def run(self, groups: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """`generate`, checked."""
+        for group in self.generate(groups):
+            validate(group, self.produces.columns, self.produces.nullable, self.name)
+            yield group
+
+
+class UpdateStage(Stage[In, Out]):
+    """Owns weights and changes them: one call of `update` is one step."""
+
+    @property
+    @abstractmethod
+    def groups_per_step(self) -> int:
+        """Groups that one step consumes."""
+
+    @property
+    @abstractmethod
+    def data_parallel_size(self) -> int:
+        """Shares that a step's groups are cut into; ranks of one share get the same groups."""
+
+    @abstractmethod
+    def share_of(self, rank: int) -> int:
+        """The data-parallel index of a rank."""
+
+    @abstractmethod
+    def update(self, groups: Sequence[pa.RecordBatch]) -> dict[str, Metric]:
+        """One step on this rank's share of the groups; collective. The metrics of all ranks add up to the step's."""
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Current weights in Hugging Face names, a tensor at a time; collective, put out on rank 0 only."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Writes weights, optimizer, scheduler and random state; collective."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote, exactly; collective."""
+
+    @abstractmethod
+    def export(self, folder: Path) -> None:
+        """Writes a folder that transformers loads; collective."""

@@ -1,0 +1,79 @@
+"""Every error that rollstream raises, on one page.
+
+    RollstreamError
+      ConfigError (ValueError)    a setting is wrong                     driver, while a stage or graph is built
+        WiringError               a stage is wired to the wrong stream   driver, while a graph is built
+        DataError                 a data file, column or row is wrong    driver, at `Graph.check`
+        PlacementError            what was asked for can never be had    driver, before any actor starts
+      CheckpointError             a checkpoint is torn, foreign or absent  driver, at resume
+      StageError (RuntimeError)   a stage raised or died while running; names stage and sample, holds the first traceback
+        PluginError               a reward function raised; names the sample
+      StalledError                nothing moved for the stall limit; names the stage, the group and its age
+
+`ConfigError` and its kin list every fault found, not only the first. A `StageError` ends the run: the original error
+comes first and nothing is retried. A reward that runs out of time is not an error but data: the sample gets the
+time-out score and is counted (`reward/timed_out`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class RollstreamError(Exception):
+    """Root of all errors that rollstream raises on purpose."""
+
+
+class ConfigError(RollstreamError, ValueError):
+    """One or more settings break a rule.
+
+    >>> str(ConfigError(["n must be at least 1, got 0"]))
+    'n must be at least 1, got 0'
+    """
+
+    def __init__(self, faults: Sequence[str] | str):
+        self.faults = [faults] if isinstance(faults, str) else list(faults)
+        head = "" if len(self.faults) == 1 else f"{len(self.faults)} faults:\n  - "
+        super().__init__(head + "\n  - ".join(self.faults))
+
+    def __reduce__(self):
+        return type(self), (self.faults,)
+
+
+class WiringError(ConfigError):
+    """A stage does not fit the stream it was wired to, or the graph has a hole."""
+
+
+class DataError(ConfigError):
+    """A data file, a column or a row is wrong; rows are named by number, counted from 1."""
+
+
+class PlacementError(ConfigError):
+    """The placement asks for resources that the cluster does not have."""
+
+
+class CheckpointError(RollstreamError):
+    """A checkpoint is incomplete, belongs to another run, or is not there."""
+
+
+class StageError(RollstreamError, RuntimeError):
+    """A stage raised, or its process died.
+
+    `stage` names it, `subject` says what it was working on (a sample or group id, or ""), `cause` is the text of the
+    first traceback, printed before anything else.
+    """
+
+    def __init__(self, stage: str, subject: str, cause: str):
+        self.stage, self.subject, self.cause = stage, subject, cause
+        super().__init__(f"{cause.rstrip()}\n\nstage {stage!r} failed" + (f" on {subject}" if subject else ""))
+
+    def __reduce__(self):
+        return type(self), (self.stage, self.subject, self.cause)
+
+
+class PluginError(StageError):
+    """A reward function raised; `subject` is the sample's id."""
+
+
+class StalledError(RollstreamError):
+    """No group moved for longer than the stall limit."""

@@ -137,10 +137,10 @@ class Stage(ABC, Generic[In, Out]):
         """Everything wrong that can be seen on the driver, without loading a model: one sentence each."""
         return []
 
-    def setup(self, world: World) -> None:  # noqa: B027 - a stage may have nothing to load
+    def setup(self, world: World) -> None:
         """Loads what is heavy. Called once, in the stage's own process; collective where `num_ranks` > 1."""
 
-    def close(self) -> None:  # noqa: B027 - a stage may have nothing to free
+    def close(self) -> None:
         """Frees what setup took (child processes, groups)."""
 
     def _wire(self, **inputs: Stream[Any]) -> Stream[Out]:
@@ -199,8 +199,7 @@ class MapStage(Stage[In, Out]):
         part = pa.RecordBatch.from_arrays(
             [group.column("sample_id"), *added.values()], names=["sample_id", *added.keys()]
         )
-        aligned = {"response_ids": self.consumes.columns["response_ids"]} if "response_ids" in group.schema.names else {}
-        validate(join_columns([part, group]), wanted | aligned, self.produces.nullable, self.name)
+        validate(join_columns([part, group]), wanted, self.produces.nullable, self.name)
         return part
 
 

@@ -6,7 +6,7 @@
         DataError                 a data file, column or row is wrong    driver, at `Graph.check`
         PlacementError            what was asked for can never be had    driver, before any actor starts
       CheckpointError             a checkpoint is torn, foreign or absent  driver, at resume
-      StageError (RuntimeError)   a stage raised or died while running; names stage and sample, holds the first traceback
+      StageError (RuntimeError)   a stage raised or died while running; names stage and sample, holds the traceback
         PluginError               a reward function raised; names the sample
       StalledError                nothing moved for the stall limit; names the stage, the group and its age
 

@@ -99,6 +99,8 @@ class Stage(ABC, Generic[In, Out]):
 
     consumes: ClassVar[type[Schema]] = Schema
     produces: ClassVar[type[Schema]] = Schema
+    #: Runs a model: takes a share of its bundle's GPU, and compute threads.
+    uses_device: ClassVar[bool] = False
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -206,6 +208,8 @@ class MapStage(Stage[In, Out]):
 class RolloutStage(Stage[In, Out]):
     """Turns prompts into samples with weights that change under way."""
 
+    uses_device = True
+
     @abstractmethod
     def generate(self, groups: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """New groups, each put out as soon as it is complete."""
@@ -232,6 +236,8 @@ class RolloutStage(Stage[In, Out]):
 
 class UpdateStage(Stage[In, Out]):
     """Owns weights and changes them: one call of `update` is one step."""
+
+    uses_device = True
 
     @property
     @abstractmethod

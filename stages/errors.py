@@ -60,12 +60,12 @@ class StageError(RollstreamError, RuntimeError):
     """A stage raised, or its process died.
 
     `stage` names it, `subject` says what it was working on (a sample or group id, or ""), `cause` is the text of the
-    first traceback, printed before anything else.
+    first traceback.
     """
 
     def __init__(self, stage: str, subject: str, cause: str):
         self.stage, self.subject, self.cause = stage, subject, cause
-        super().__init__(f"{cause.rstrip()}\n\nstage {stage!r} failed" + (f" on {subject}" if subject else ""))
+        super().__init__(f"stage {stage!r} failed" + (f" on {subject}" if subject else "") + f":\n{cause.rstrip()}")
 
     def __reduce__(self):
         return type(self), (self.stage, self.subject, self.cause)

@@ -1,0 +1,200 @@
+"""The actors of one run: started, seated in a placement group, connected, and ended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rollstream.graphs import actors
+from rollstream.graphs.edge_actor import make_edge
+from rollstream.graphs.graph import Graph
+from rollstream.graphs.host import Links, StageHost
+from rollstream.graphs.ledger import Ledger
+from rollstream.graphs.wait import get, get_all
+from rollstream.graphs.weights import make_weight_store
+from rollstream.placement import Demand, Placement, Plan, Seat, check_cluster
+from rollstream.stages.base import Source, World
+from rollstream.stages.errors import PlacementError
+
+PLACE_S = 60.0
+SETUP_S = 600.0
+#: A checkpoint, an export or a publication of the weights.
+COLLECTIVE_S = 1800.0
+
+
+def demands(graph: Graph, placement: Placement) -> list[Demand]:
+    """Processes that each stage of the graph needs: replicas times ranks."""
+    return [
+        Demand(stage=name, num_actors=stage.num_ranks * placement.replicas.get(name, 1), uses_device=stage.uses_device)
+        for name, stage in graph.stages.items()
+    ]
+
+
+def plan_on_cluster(graph: Graph, placement: Placement) -> Plan:
+    """The plan for the cluster that Ray is connected to. Raises PlacementError if it can never be placed."""
+    nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
+    plan = placement.plan(demands(graph, placement), cluster_gpus=sum(n.get("GPU", 0) for n in nodes))
+    check_cluster(plan, nodes)
+    return plan
+
+
+@dataclass
+class Crew:
+    """Handles of everything that runs."""
+
+    graph: Graph
+    group: Any
+    hosts: dict[str, list[list[Any]]]  # stage -> replica -> rank
+    edges: dict[str, Any]  # producer -> edge
+    store: Any
+    threads: int
+    _pulls: list[Any] = field(default_factory=lambda: [])
+
+    @classmethod
+    def start(cls, graph: Graph, plan: Plan, placement: Placement) -> Crew:
+        """Reserves the bundles and starts one actor a rank. Returns before any stage is set up."""
+        group = _reserve(plan)
+        hosts: dict[str, list[list[Any]]] = {}
+        for name, stage in graph.stages.items():
+            seats = iter(plan.seats[name])
+            hosts[name] = [
+                [_host(graph, name, rank, next(seats), group, plan.threads) for rank in range(stage.num_ranks)]
+                for _ in range(placement.replicas.get(name, 1))
+            ]
+        bounds = graph.bounds
+        edges = {
+            spec.producer: make_edge(
+                spec.name,
+                spec.consumers,
+                max_groups=bounds.max_groups,
+                max_bytes=bounds.max_bytes,
+                lease_s=bounds.lease_s,
+            )
+            for spec in graph.edges
+        }
+        return cls(graph, group, hosts, edges, make_weight_store(), plan.threads)
+
+    def set_up(self) -> None:
+        """Loads every stage, all at once; the first error of any ends it."""
+        replicas = [replica for stage in self.hosts.values() for replica in stage]
+        addresses = get_all([r[0].address.remote() for r in replicas], "the actors' start", timeout_s=SETUP_S)
+        placed = zip(replicas, addresses, strict=True)
+        calls = [host.setup.remote(*address) for replica, address in placed for host in replica]
+        get_all(calls, "the stages' set-up", timeout_s=SETUP_S)
+
+    def connect(self, ledger: Ledger) -> None:
+        """Joins hosts and edges. Sources begin after what the ledger holds as trained."""
+        calls: list[Any] = []
+        for name, replicas in self.hosts.items():
+            inputs = list(self.graph.inputs_of(name).values())
+            source = isinstance(self.graph.stages[name], Source)
+            calls += [
+                replica[0].connect.remote(
+                    Links(
+                        inlet=self.edges[inputs[0]] if inputs else None,
+                        weights=self.store,
+                        peers=tuple(replica[1:]),
+                        skip=frozenset(ledger.ahead) if source else frozenset(),
+                        start=ledger.frontier if source else 0,
+                    )
+                )
+                for replica in replicas
+            ]
+        get_all(calls, "the stages' connection", timeout_s=PLACE_S)
+
+    def flow(self) -> None:
+        """Lets every edge pull its producers."""
+        for producer, edge in self.edges.items():
+            self._pulls.append(edge.pull.remote(producer, [replica[0] for replica in self.hosts[producer]]))
+
+    @property
+    def updaters(self) -> list[Any]:
+        """All ranks of the update stage."""
+        return self.hosts[self.graph.update.name][0]
+
+    def admit(self, total: int) -> None:
+        """Lets the rollout stage take up to `total` prompts in all."""
+        if (rollout := self.graph.rollout) is not None:
+            (before,) = self.graph.inputs_of(rollout.name).values()
+            get(self.edges[before].admit.remote(rollout.name, total), "the prompts' edge", timeout_s=PLACE_S)
+
+    def publish(self, version: int) -> None:
+        """Sends the update stage's weights to the store."""
+        if self.graph.weights is not None:
+            self._collective("publish", self.store, version)
+
+    def save(self, folder: Path) -> None:
+        self._collective("save", folder)
+
+    def load(self, folder: Path) -> None:
+        self._collective("load", folder)
+
+    def export(self, folder: Path) -> None:
+        self._collective("export", folder)
+
+    def stop(self) -> None:
+        """Ends every actor of this run, and gives the bundles back."""
+        hosts = [h for replicas in self.hosts.values() for replica in replicas for h in replica]
+        for actor in [*hosts, *self.edges.values(), self.store]:
+            actors.end(actor)
+        remove_placement_group(self.group)
+
+    def _collective(self, method: str, *args: Any) -> None:
+        calls = [getattr(rank, method).remote(*args) for rank in self.updaters]
+        get_all(calls, f"{method} of {self.graph.update.name}", timeout_s=COLLECTIVE_S)
+
+
+def _reserve(plan: Plan) -> Any:
+    bundles = [{"CPU": b.cpus} | ({"GPU": b.gpus} if b.gpus else {}) for b in plan.bundles]
+    group = placement_group(bundles, strategy=plan.strategy)
+    if not group.wait(PLACE_S):
+        remove_placement_group(group)
+        free = ray.available_resources()
+        raise PlacementError(
+            f"the cluster did not give the bundles in {PLACE_S:g} s: free are {free.get('CPU', 0):g} CPU and "
+            f"{free.get('GPU', 0):g} GPU, others hold the rest.\n{plan}"
+        )
+    return group
+
+
+def _host(graph: Graph, stage: str, rank: int, seat: Seat, group: Any, threads: int) -> Any:
+    found = graph.stages[stage]
+    return actors.start(
+        StageHost,
+        found,
+        World(rank=rank, size=found.num_ranks, threads=threads),
+        num_cpus=seat.cpus,
+        num_gpus=seat.gpus,
+        concurrency_groups={"control": 1},
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, seat.bundle),
+        runtime_env={"env_vars": _environment()},
+    )
+
+
+def _environment() -> dict[str, str]:
+    """What every stage process needs set before its first import."""
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"} | {
+        name: os.environ[name] for name in ("OMP_WAIT_POLICY",) if name in os.environ
+    }
+
+
+def balance(sizes: Sequence[int], shares: int) -> list[list[int]]:
+    """Indices dealt to `shares`, largest first to the emptiest: each share keeps the order of the indices.
+
+    >>> balance([5, 1, 4, 2], 2)
+    [[0, 1], [2, 3]]
+    """
+    totals = [0] * shares
+    dealt: list[list[int]] = [[] for _ in range(shares)]
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        share = totals.index(min(totals))
+        totals[share] += sizes[index]
+        dealt[share].append(index)
+    return [sorted(d) for d in dealt]

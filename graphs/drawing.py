@@ -1,0 +1,54 @@
+"""A graph as text: the longest chain on one line, each side chain below it, between the stages that it joins.
+
+prompts -> rollout -> reward -> advantage -> actor_update
+                \\-> ref_logprob ------------/
+weights: actor_update -> rollout (at most 0 versions behind)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Protocol
+
+from rollstream.graphs.weights import Weights
+
+
+class _Edge(Protocol):
+    @property
+    def producer(self) -> str: ...
+    @property
+    def consumers(self) -> tuple[str, ...]: ...
+
+
+def draw(edges: Sequence[_Edge], source: str, weights: Weights | None) -> str:
+    """The drawing, with the weight edge below."""
+    consumers = {e.producer: list(e.consumers) for e in edges}
+    chain = _longest(source, consumers)
+    start = {name: sum(len(n) + 4 for n in chain[:i]) for i, name in enumerate(chain)}
+    lines = [" -> ".join(chain)]
+    drawn = set(itertools.pairwise(chain))
+    for left in chain:
+        for first in consumers.get(left, []):
+            if (left, first) in drawn:
+                continue
+            side = [first]
+            while side[-1] not in start and consumers.get(side[-1]):
+                side.append(consumers[side[-1]][0])
+            inside = [n for n in side if n not in start]
+            end = start.get(side[-1])
+            line = " " * (start[left] + len(left) - 1) + "\\-> " + " -> ".join(inside)
+            if end is not None:
+                line += " " + "-" * max(end - len(line) - 2, 1) + "/"
+            lines.append(line)
+    if weights:
+        lines.append(
+            f"weights: {weights.source.stage.name} -> {weights.to.stage.name} "
+            f"(at most {weights.max_staleness} versions behind)"
+        )
+    return "\n".join(lines)
+
+
+def _longest(name: str, consumers: dict[str, list[str]]) -> list[str]:
+    tails = [_longest(c, consumers) for c in consumers.get(name, [])]
+    return [name, *max(tails, key=len, default=[])]

@@ -1,0 +1,172 @@
+"""The Arrow queue between stages, without Ray: who holds which group, and what may be taken.
+
+    producer --put--> [ waiting | leased ] --lease / ack--> each consumer, by a cursor of its own
+
+A group stays until every consumer has acked it. A lease that is not acked in time is given out again. `has_room` is
+false past the bounds, and then the producer is not pulled: pressure, never a drop. `admit` caps how many groups a
+consumer may take in all, which is how staleness is bounded before compute is spent.
+
+    >>> queue = EdgeQueue("a -> b", ["b"], max_groups=2, max_bytes=100, lease_s=60, clock=lambda: 0.0)
+    >>> queue.put(Item(group_id="g0", order=0, version=0, parts=(), nbytes=60, num_rows=1, metrics={}))
+    True
+    >>> [i.group_id for i in queue.lease("b", at_most=8)]
+    ['g0']
+    >>> queue.ack("b", ["g0"]); queue.stats().groups
+    0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollstream.graphs.stats import EdgeStats
+from rollstream.stages.base import Metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One group on its way. Made by stage hosts; the rows stay in the object store."""
+
+    group_id: str
+    order: int  # position in the run's prompt sequence
+    version: int  # weights that began it
+    parts: tuple[Any, ...]  # ObjectRefs of RecordBatches whose columns together are the group's
+    nbytes: int  # of all parts
+    num_rows: int
+    metrics: Mapping[str, Metric]  # of all stages so far
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The first error of a run, as it travels down the edges."""
+
+    stage: str
+    subject: str  # group or sample
+    cause: str  # text of the traceback
+    plugin: bool = False  # raised by the user's reward function
+
+
+class EdgeQueue:
+    """State of one edge. Times come from `clock`, in seconds."""
+
+    def __init__(
+        self,
+        name: str,
+        consumers: Sequence[str],
+        *,
+        max_groups: int,
+        max_bytes: int,
+        lease_s: float,
+        clock: Callable[[], float],
+    ):
+        self.name = name
+        self.max_groups, self.max_bytes, self.lease_s = max_groups, max_bytes, lease_s
+        self.failure: Failure | None = None
+        self.closed = False
+        self._clock = clock
+        self._items: dict[str, Item] = {}
+        self._put_at: dict[str, float] = {}
+        self._seen: set[int] = set()
+        self._bytes = self._redelivered = 0
+        self._cursors = {c: _Cursor() for c in consumers}
+
+    def put(self, item: Item) -> bool:
+        """Takes a group in; false if it was here before (a producer that was restarted may repeat itself)."""
+        assert not self.closed, f"{self.name} is closed"
+        if item.order in self._seen:
+            return False
+        self._seen.add(item.order)
+        self._items[item.group_id] = item
+        self._put_at[item.group_id] = self._clock()
+        self._bytes += item.nbytes
+        for cursor in self._cursors.values():
+            cursor.waiting.append(item.group_id)
+        return True
+
+    def has_room(self) -> bool:
+        """Whether one more group may be pulled. The bounds may be passed by that one group only."""
+        return len(self._items) < self.max_groups and self._bytes < self.max_bytes
+
+    def lease(self, consumer: str, at_most: int, *, fill: bool = False) -> list[Item]:
+        """Up to `at_most` groups, in order of arrival. With `fill`: all of them, or fewer only where no more can be
+        had before the next `admit`, the end, or room; so that how groups fall into leases does not depend on time."""
+        self._expire()
+        cursor = self._cursors[consumer]
+        most = at_most if cursor.admitted is None else min(at_most, cursor.admitted - cursor.taken)
+        if fill and len(cursor.waiting) < most and not self.closed and self.has_room():
+            return []
+        taken = cursor.waiting[: max(most, 0)]
+        del cursor.waiting[: len(taken)]
+        for group_id in taken:
+            cursor.leased[group_id] = self._clock() + self.lease_s
+        cursor.taken += len(taken)
+        return [self._items[g] for g in taken]
+
+    def ack(self, consumer: str, group_ids: Sequence[str]) -> None:
+        """The consumer is done with these groups for good; an ack of a group already acked is ignored."""
+        cursor = self._cursors[consumer]
+        for group_id in group_ids:
+            if cursor.leased.pop(group_id, None) is None:
+                if group_id not in cursor.waiting:
+                    continue
+                cursor.waiting.remove(group_id)
+            if not any(group_id in c.leased or group_id in c.waiting for c in self._cursors.values()):
+                self._bytes -= self._items.pop(group_id).nbytes
+                del self._put_at[group_id]
+
+    def admit(self, consumer: str, total: int) -> None:
+        """From now on `consumer` may have taken up to `total` groups since the start."""
+        self._cursors[consumer].admitted = total
+
+    def fail(self, failure: Failure) -> None:
+        """Ends the edge with an error; the first one stands."""
+        if self.failure is None and not self.closed:
+            self.failure = failure
+        self.closed = True
+
+    def close(self) -> None:
+        """No more groups will come."""
+        self.closed = True
+
+    def ended(self, consumer: str) -> bool:
+        """Whether `consumer` can never get another group."""
+        cursor = self._cursors[consumer]
+        return self.failure is not None or (self.closed and not cursor.waiting and not cursor.leased)
+
+    def stats(self) -> EdgeStats:
+        oldest = min(self._put_at, key=self._put_at.__getitem__, default="")
+        return EdgeStats(
+            name=self.name,
+            groups=len(self._items),
+            leased=len({g for c in self._cursors.values() for g in c.leased}),
+            nbytes=self._bytes,
+            max_groups=self.max_groups,
+            max_bytes=self.max_bytes,
+            oldest_age_s=self._clock() - self._put_at[oldest] if oldest else 0.0,
+            oldest_group=oldest,
+            total_groups=len(self._seen),
+            redelivered=self._redelivered,
+            closed=self.closed,
+        )
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for cursor in self._cursors.values():
+            late = [g for g, deadline in cursor.leased.items() if deadline <= now]
+            for group_id in late:
+                del cursor.leased[group_id]
+            cursor.waiting[:0] = late
+            cursor.taken -= len(late)
+            self._redelivered += len(late)
+
+
+class _Cursor:
+    """What one consumer has before it."""
+
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
+        self.leased: dict[str, float] = {}  # group -> deadline
+        self.taken = 0
+        self.admitted: int | None = None

@@ -1,0 +1,198 @@
+"""A graph: stages wired by calls, the weight edge, and everything that can be checked before a process starts.
+
+    graph = Graph("grpo", output=update, weights=Weights(update, to=rollouts))
+    print(graph)        # the drawing
+    graph.check()       # every fault at once, or silence
+
+A graph is a plain value. It knows no node; `run` takes it and a Placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollstream.graphs.drawing import draw
+from rollstream.graphs.weights import Weights
+from rollstream.stages.base import RolloutStage, Source, Stage, Stream, UpdateStage
+from rollstream.stages.errors import ConfigError, WiringError
+from rollstream.stages.schema import Trained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """How much one edge may hold before its producer has to wait."""
+
+    max_groups: int = 256
+    max_bytes: int = 256 * 1024 * 1024
+    #: A lease that is not acked for so long is given out again.
+    lease_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if min(self.max_groups, self.max_bytes, self.lease_s) <= 0:
+            raise ConfigError(f"max_groups, max_bytes and lease_s must be above 0, got {self}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeSpec:
+    """One edge: everybody who takes from one stage."""
+
+    producer: str
+    consumers: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.producer} -> {', '.join(self.consumers)}"
+
+
+class Graph:
+    """Stages from a source to an update stage.
+
+    Raises WiringError at once where `output` is not an update stage's stream; everything else waits for `check`.
+    """
+
+    def __init__(
+        self, name: str, *, output: Stream[Trained], weights: Weights | None = None, bounds: Bounds | None = None
+    ):
+        if not isinstance(getattr(output, "stage", None), UpdateStage):
+            got = type(getattr(output, "stage", output)).__name__
+            raise WiringError(
+                f"a graph's output must be the stream of an update stage, such as ActorUpdate(...)(...); got {got}"
+            )
+        self.name = name
+        self.output = output
+        self.weights = weights
+        self.bounds = bounds or Bounds()
+        self.streams = tuple(_walk(output))
+
+    def __str__(self) -> str:
+        return draw(self.edges, self.source.name, self.weights)
+
+    @property
+    def stages(self) -> dict[str, Stage[Any, Any]]:
+        """Stages by name, sources first."""
+        return {s.stage.name: s.stage for s in self.streams}
+
+    @property
+    def edges(self) -> tuple[EdgeSpec, ...]:
+        """One edge for each stage whose output is used."""
+        consumers: dict[str, list[str]] = {}
+        for stream in self.streams:
+            for taken in stream.inputs.values():
+                names = consumers.setdefault(taken.stage.name, [])
+                if stream.stage.name not in names:
+                    names.append(stream.stage.name)
+        return tuple(EdgeSpec(producer=p, consumers=tuple(c)) for p, c in consumers.items())
+
+    @property
+    def source(self) -> Source[Any]:
+        return next(s.stage for s in self.streams if isinstance(s.stage, Source))
+
+    @property
+    def update(self) -> UpdateStage[Any, Any]:
+        assert isinstance(self.output.stage, UpdateStage)
+        return self.output.stage
+
+    @property
+    def rollout(self) -> RolloutStage[Any, Any] | None:
+        return next((s.stage for s in self.streams if isinstance(s.stage, RolloutStage)), None)
+
+    def inputs_of(self, stage: str) -> Mapping[str, str]:
+        """Names of the stages that `stage` takes from, by argument."""
+        stream = next(s for s in self.streams if s.stage.name == stage)
+        return {argument: taken.stage.name for argument, taken in stream.inputs.items()}
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Every stage's settings and the graph's own, for records."""
+        own: dict[str, Any] = {"name": self.name, **self.bounds.__dict__}
+        if self.weights:
+            own["max_staleness"] = self.weights.max_staleness
+        return {"graph": own} | {name: stage.settings() for name, stage in self.stages.items()}
+
+    def faults(self) -> list[str]:
+        """Everything wrong with the wiring, and with each stage's settings and data."""
+        wiring = self._wiring_faults()
+        own = [f"{name}: {fault}" for name, stage in self.stages.items() for fault in stage.faults()]
+        return wiring + own + ([] if own else self._agreement_faults())
+
+    def check(self) -> None:
+        """Raises ConfigError listing all faults; loads no model."""
+        if faults := self.faults():
+            raise ConfigError(faults)
+
+    def _wiring_faults(self) -> list[str]:
+        faults: list[str] = []
+        names = [s.stage.name for s in self.streams]
+        faults += [
+            f"two stages are called {n!r}: give one another name, as in Reward(config, name='style_reward')"
+            for n in sorted({n for n in names if names.count(n) > 1})
+        ]
+        sources = [s.stage.name for s in self.streams if isinstance(s.stage, Source)]
+        if len(sources) != 1:
+            faults.append(f"a graph has one source, this one has {len(sources)}: {', '.join(sources) or 'none'}")
+        if self.rollout is not None and self.weights is None:
+            faults.append(
+                f"{self.rollout.name} would sample from its first weights for ever: "
+                "give the graph weights=Weights(update, to=rollouts)"
+            )
+        if self.weights is not None:
+            if self.weights.source is not self.output:
+                faults.append("Weights: the source must be the graph's output")
+            if self.weights.to not in self.streams:
+                faults.append(f"Weights: {self.weights.to.stage.name!r} is not a stage of this graph")
+        step = self.update.groups_per_step
+        if self.bounds.max_groups < step:
+            faults.append(
+                f"an edge holds at most {self.bounds.max_groups} groups, but one step of {self.update.name} needs "
+                f"{step}: it would wait for ever; raise Bounds.max_groups"
+            )
+        return faults
+
+    def _agreement_faults(self) -> list[str]:
+        """Settings that several stages must agree on."""
+        faults: list[str] = []
+        temperatures = {n: s.settings()["temperature"] for n, s in self.stages.items() if "temperature" in s.settings()}
+        if len(set(temperatures.values())) > 1:
+            faults.append(
+                "log-probabilities are taken at one temperature everywhere, got "
+                + ", ".join(f"{n}.temperature={t}" for n, t in temperatures.items())
+            )
+        update = self.update.settings()
+        if self.weights and self.weights.max_staleness and update.get("old_logprobs") == "trainer":
+            faults.append(
+                f"max_staleness={self.weights.max_staleness} trains on samples of older weights, but "
+                f"{self.update.name}.old_logprobs='trainer' takes the current ones for theirs: "
+                "use old_logprobs='rollout', or max_staleness=0"
+            )
+        return faults + self._length_faults()
+
+    def _length_faults(self) -> list[str]:
+        source, rollout = self.source, self.rollout
+        if rollout is None or "max_tokens" not in rollout.settings() or not hasattr(source, "longest_prompt"):
+            return []
+        longest: int = getattr(source, "longest_prompt")()  # noqa: B009 - only some sources know it
+        limit: int | None = getattr(source, "context_limit", lambda: None)()
+        wanted = longest + rollout.settings()["max_tokens"]
+        if limit is not None and wanted > limit:
+            return [
+                f"the longest prompt has {longest} tokens and {rollout.name}.max_tokens is "
+                f"{rollout.settings()['max_tokens']}: {wanted} in all, the model takes {limit}. "
+                f"Lower max_tokens, or set max_prompt_tokens with too_long='skip'"
+            ]
+        return []
+
+
+def _walk(output: Stream[Any]) -> Iterator[Stream[Any]]:
+    """Every stream once, each after those that it takes in."""
+    seen: set[int] = set()
+
+    def visit(stream: Stream[Any]) -> Iterator[Stream[Any]]:
+        if id(stream) in seen:
+            return
+        seen.add(id(stream))
+        for taken in stream.inputs.values():
+            yield from visit(taken)
+        yield stream
+
+    return visit(output)

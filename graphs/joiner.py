@@ -1,0 +1,96 @@
+"""The update stage's inlet: leases on all its input edges, joined by group.
+
+The driver holds references and counts only; the rows stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from rollstream.graphs.edge import Failure, Item
+from rollstream.graphs.edge_actor import Lease
+from rollstream.graphs.wait import get
+from rollstream.stages.errors import PluginError, StageError
+
+LEASE_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """One group, complete: what each input edge brought of it, in the order of the edges."""
+
+    items: tuple[Item, ...]
+
+    @property
+    def group_id(self) -> str:
+        return self.items[0].group_id
+
+    @property
+    def order(self) -> int:
+        return self.items[0].order
+
+    @property
+    def version(self) -> int:
+        return min(i.version for i in self.items)
+
+    @property
+    def nbytes(self) -> int:
+        return max(i.nbytes for i in self.items)
+
+
+class Joiner:
+    """Keeps one lease call open on each edge and pairs what comes."""
+
+    def __init__(self, consumer: str, edges: Sequence[Any], *, at_most: int):
+        self._consumer = consumer
+        self._edges = list(edges)
+        self._at_most = at_most
+        self._calls: dict[Any, int] = {}  # open call -> edge
+        self._held: list[dict[str, Item]] = [{} for _ in edges]
+        self._ended: set[int] = set()
+        self._ready: list[Joined] = []
+
+    def poll(self, timeout_s: float) -> int:
+        """Takes what comes within `timeout_s`; the number of complete groups. Raises the first error of the run."""
+        for index, edge in enumerate(self._edges):
+            if index not in self._ended and index not in self._calls.values():
+                self._calls[edge.lease.remote(self._consumer, self._at_most, timeout_s=LEASE_WAIT_S)] = index
+        done, _ = ray.wait(list(self._calls), num_returns=1, timeout=timeout_s) if self._calls else ([], [])
+        for call in done:
+            self._receive(self._calls.pop(call), get(call, "an edge of the update stage", timeout_s=LEASE_WAIT_S))
+        return len(self._ready)
+
+    def take(self, most: int) -> list[Joined]:
+        """Up to `most` complete groups, the first to be complete, in the order of their prompts."""
+        taken, self._ready = self._ready[:most], self._ready[most:]
+        return sorted(taken, key=lambda j: j.order)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no group can come any more."""
+        return len(self._ended) == len(self._edges)
+
+    def ack(self, groups: Sequence[Joined]) -> None:
+        """These groups are trained. Not waited for: an edge that is gone shows at the next lease."""
+        for edge in self._edges:
+            edge.ack.remote(self._consumer, [g.group_id for g in groups])
+
+    def _receive(self, index: int, lease: Lease) -> None:
+        if lease.failure is not None:
+            raise as_error(lease.failure)
+        if lease.ended:
+            self._ended.add(index)
+        for item in lease.items:
+            self._held[index][item.group_id] = item
+            if all(item.group_id in held for held in self._held):
+                self._ready.append(Joined(items=tuple(held.pop(item.group_id) for held in self._held)))
+
+
+def as_error(failure: Failure) -> StageError:
+    """The failure as the error that the user gets."""
+    kind = PluginError if failure.plugin else StageError
+    return kind(failure.stage, failure.subject, failure.cause)

@@ -1,0 +1,72 @@
+"""How one run goes: how long, where its files are, what it resumes. Set by `run(...)`; the command line overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rollstream.stages.errors import ConfigError
+
+#: The command line's overrides reach a script's `run` through this variable, as a JSON object.
+OVERRIDES = "ROLLSTREAM_RUN"
+#: Where relative output folders go in a Ray job, whose own folder is deleted with it.
+HOME = "ROLLSTREAM_HOME"
+
+Resume = Literal["never", "auto", "must"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Settings of one run that change nothing of what is computed."""
+
+    #: Steps in all, those before a resume included; None: until the prompts end.
+    steps: int | None
+    #: Folder of checkpoints, the exported model and MLflow's database; None: runs/NAME.
+    out: str | Path | None = None
+    #: "never" starts afresh, "auto" resumes if there is a checkpoint, "must" refuses to start without one.
+    resume: Resume = "never"
+    #: A checkpoint after every so many steps; one is always made at the end.
+    save_every: int = 50
+    #: Checkpoints that stay.
+    keep_last: int = 2
+    #: MLflow tracking URI; None: an SQLite file in the folder above `out`.
+    tracking_uri: str | None = None
+    #: A table of sample rollouts goes to MLflow every so many steps.
+    samples_every: int = 10
+    #: Nothing moved for so long: the run stops and says what it was waiting for.
+    stall_s: float = 900.0
+    #: Export the model for transformers at the end.
+    export: bool = True
+    #: Check everything, print the graph and the placement, and start nothing.
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name} must be at least 1, got {value}"
+            for name in ("steps", "save_every", "keep_last", "samples_every")
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        if self.stall_s <= 0:
+            faults.append(f"stall_s must be above 0, got {self.stall_s}")
+        if self.resume not in ("never", "auto", "must"):
+            faults.append(f"resume must be 'never', 'auto' or 'must', got {self.resume!r}")
+        if faults:
+            raise ConfigError(faults)
+
+    def overridden(self, environment: Mapping[str, str]) -> RunOptions:
+        """With the command line's overrides, if there are any."""
+        given: dict[str, Any] = json.loads(environment.get(OVERRIDES, "{}"))
+        return dataclasses.replace(self, **given)
+
+    def folder(self, graph: str) -> Path:
+        """The run's folder, absolute. In a Ray job a relative one is taken from $ROLLSTREAM_HOME (~/rollstream), for
+        the job's own folder is a copy that Ray deletes."""
+        out = Path(self.out or Path("runs") / graph).expanduser()
+        in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+        base = Path(os.environ.get(HOME, "~/rollstream")).expanduser() if in_job else Path.cwd()
+        return (base / out).absolute()

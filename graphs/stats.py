@@ -1,0 +1,61 @@
+"""What the runner knows of a running graph, as plain values: no samples, only counts, bytes and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeStats:
+    """One edge at one moment. Made by the edge, read by the runner, the watchdog and the live view."""
+
+    name: str  # "rollout -> reward, ref_logprob"
+    groups: int  # held: waiting or leased
+    leased: int  # of these, leased and not acked
+    nbytes: int
+    max_groups: int
+    max_bytes: int
+    oldest_age_s: float  # age of the oldest group held; 0 when empty
+    oldest_group: str
+    total_groups: int  # ever put in
+    redelivered: int
+    closed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageStats:
+    """One stage at one moment, summed over its replicas. Made by the stage hosts."""
+
+    name: str
+    busy_s: float  # computing, since the start
+    wait_s: float  # waiting for input or for room, since the start
+    working_on: str  # group id, or ""
+    working_s: float  # for how long
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One finished step, as `run()` yields it.
+
+    `metrics` holds means by name, such as "reward/mean", "response/tokens", "actor/loss", and the step's
+    "time/step_s"; `version` is the weights' version after the step.
+    """
+
+    index: int
+    version: int
+    metrics: Mapping[str, float]
+    checkpoint: str | None = None  # the folder, where this step was saved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """All that the live view shows."""
+
+    graph: str
+    step: int
+    steps: int | None
+    elapsed_s: float
+    metrics: Mapping[str, float] = field(default_factory=lambda: {})
+    edges: tuple[EdgeStats, ...] = ()
+    stages: tuple[StageStats, ...] = ()

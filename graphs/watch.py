@@ -1,0 +1,130 @@
+"""Eyes on a running graph: the live view, and the watchdog that ends a run in which nothing moves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import ray
+
+from rollstream.graphs.crew import Crew
+from rollstream.graphs.graph import Graph
+from rollstream.graphs.options import RunOptions
+from rollstream.graphs.report import LiveView
+from rollstream.graphs.stats import EdgeStats, Snapshot, StageStats, Step
+from rollstream.graphs.stop import StopFlag
+from rollstream.stages.errors import StalledError
+
+LOOK_EVERY_S = 1.0
+
+
+class Watch:
+    """Asks edges and hosts for their counts about once a second, without ever waiting for them."""
+
+    def __init__(self, graph: Graph, crew: Crew, options: RunOptions, stop: StopFlag):
+        self.stop = stop
+        self._graph, self._crew, self._options = graph, crew, options
+        self._view = LiveView()
+        self._begun = self._moved = time.monotonic()
+        self._looked = 0.0
+        self._asked: dict[Any, str] = {}
+        self._edges: dict[str, EdgeStats] = {}
+        self._stages: dict[str, dict[int, StageStats]] = {}
+        self._metrics: Mapping[str, float] = {}
+        self._step = 0
+
+    def __enter__(self) -> Watch:
+        self._view.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._view.__exit__(kind, error, at)
+
+    def message(self, text: str) -> None:
+        self._view.message(text)
+
+    def step(self, step: Step) -> None:
+        self._step, self._metrics = step.index, step.metrics
+        self._view.step(step)
+        self.moved()
+
+    def moved(self) -> None:
+        """Something went forward."""
+        self._moved = time.monotonic()
+
+    def look(self) -> None:
+        """Takes in what has been answered, asks again, shows it. Raises StalledError past the stall limit."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_EVERY_S:
+            return
+        self._looked = now
+        self._take()
+        self._ask()
+        self._view.show(self._snapshot(now))
+        if now - self._moved > self._options.stall_s:
+            raise StalledError(self._explain(now - self._moved))
+
+    def _ask(self) -> None:
+        waiting = set(self._asked.values())
+        for producer, edge in self._crew.edges.items():
+            if (key := f"edge {producer}") not in waiting:
+                self._asked[edge.stats.remote()] = key
+        for name, replicas in self._crew.hosts.items():
+            for number, host in enumerate(h for replica in replicas for h in replica):
+                if (key := f"stage {name} {number}") not in waiting:
+                    self._asked[host.stats.remote()] = key
+
+    def _take(self) -> None:
+        if not self._asked:
+            return
+        done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
+        for call in done:
+            kind, name, *number = self._asked.pop(call).split(" ")
+            answer = ray.get(call, timeout=LOOK_EVERY_S)
+            if kind == "edge":
+                before = self._edges.get(name)
+                if before is None or answer.total_groups != before.total_groups:
+                    self.moved()
+                self._edges[name] = answer
+            else:
+                self._stages.setdefault(name, {})[int(number[0])] = answer
+
+    def _snapshot(self, now: float) -> Snapshot:
+        return Snapshot(
+            graph=self._graph.name,
+            step=self._step,
+            steps=self._options.steps,
+            elapsed_s=now - self._begun,
+            metrics=self._metrics,
+            edges=tuple(self._edges.values()),
+            stages=tuple(_summed(name, ranks) for name, ranks in self._stages.items()),
+        )
+
+    def _explain(self, still_s: float) -> str:
+        lines = [f"nothing moved for {still_s:.0f} s (stall_s={self._options.stall_s:g})"]
+        lines += [
+            f"stage {s.name} has worked on {s.working_on} for {s.working_s:.0f} s"
+            for s in self._snapshot(0).stages
+            if s.working_on
+        ]
+        lines += [
+            f"edge {e.name} holds {e.groups} groups ({e.leased} leased), the oldest {e.oldest_group} "
+            f"for {e.oldest_age_s:.0f} s"
+            for e in self._edges.values()
+            if e.groups
+        ]
+        return "\n  ".join(lines)
+
+
+def _summed(name: str, ranks: Mapping[int, StageStats]) -> StageStats:
+    """All actors of a stage as one."""
+    longest = max(ranks.values(), key=lambda r: r.working_s)
+    return StageStats(
+        name=name,
+        busy_s=sum(r.busy_s for r in ranks.values()),
+        wait_s=sum(r.wait_s for r in ranks.values()),
+        working_on=longest.working_on,
+        working_s=longest.working_s,
+    )

@@ -1,0 +1,84 @@
+"""The weight edge: versioned weights from the update stage to whoever samples with them.
+
+    ActorUpdate.weights() --publish(version, buckets)--> WeightStore --latest()--> Rollout, before it samples
+
+Weights travel as buckets of tensors in the object store, put there by the update stage's rank 0; only the newest
+version is kept. A rollout host asks for the newest before each batch, so no batch mixes versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollstream.graphs import actors
+from rollstream.stages.base import Stream
+from rollstream.stages.errors import ConfigError
+from rollstream.stages.schema import Rollouts, Trained
+
+BUCKET_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Sends the weights of an update stage to a rollout stage.
+
+    max_staleness = k: a group may be trained on at most k versions after the version that began it. 0 is strictly
+    on-policy; 1 and more let generation overlap training.
+    """
+
+    source: Stream[Trained]
+    to: Stream[Rollouts]
+    max_staleness: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise ConfigError(f"max_staleness must be 0 or more, got {self.max_staleness}")
+
+    def admitted(self, trained_versions: int, groups_per_step: int) -> int:
+        """Prompts that may have been dispatched in all once `trained_versions` steps are done."""
+        return (self.max_staleness + trained_versions + 1) * groups_per_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One version of the weights: ObjectRefs of lists of (name, array)."""
+
+    version: int
+    buckets: tuple[Any, ...]
+
+
+class WeightStore:
+    """Async actor that holds the newest version."""
+
+    def __init__(self) -> None:
+        self._newest: Published | None = None
+
+    async def publish(self, version: int, buckets: Sequence[Any]) -> None:
+        if self._newest is not None:
+            assert version > self._newest.version, f"version {version} after {self._newest.version}"
+        self._newest = Published(version=version, buckets=tuple(buckets))
+
+    async def latest(self) -> Published | None:
+        return self._newest
+
+
+def bucketed(tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[list[tuple[str, np.ndarray]]]:
+    """Tensors in order, in lists of at most BUCKET_BYTES (or one tensor that is larger)."""
+    bucket: list[tuple[str, np.ndarray]] = []
+    size = 0
+    for name, array in tensors:
+        if bucket and size + array.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, array))
+        size += array.nbytes
+    if bucket:
+        yield bucket
+
+
+def make_weight_store() -> Any:
+    return actors.start(WeightStore)

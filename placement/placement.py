@@ -1,0 +1,178 @@
+"""Where the actors of a graph sit: bundles of a Ray placement group, and who shares which.
+
+    Placement.auto()                     one bundle; a GPU in it if the cluster has one
+    Placement.colocated(cpus=2, gpus=1)  all stages share one bundle, by equal shares
+    Placement.spread()                   a bundle for each stage
+    Placement.fixed(bundles, stages)     each stage where you say
+
+A placement is a value that knows no algorithm; `plan` turns it into seats for the actors of a graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rollstream.stages.errors import PlacementError
+
+Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Resources that Ray reserves together on one node."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.cpus:g} CPU" + (f" + {self.gpus:g} GPU" if self.gpus else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What one stage needs: `num_actors` processes, with or without a device."""
+
+    stage: str
+    num_actors: int = 1
+    uses_device: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """One actor's place and its share of the bundle."""
+
+    bundle: int
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A placement worked out for one graph: seats by stage, in order of replica and rank."""
+
+    bundles: tuple[Bundle, ...]
+    strategy: Strategy
+    seats: Mapping[str, tuple[Seat, ...]]
+    threads: int
+
+    def __str__(self) -> str:
+        lines = [f"placement ({self.strategy})"]
+        for index, bundle in enumerate(self.bundles):
+            here = [
+                f"{stage}[{rank}]" if len(seats) > 1 else stage
+                for stage, seats in self.seats.items()
+                for rank, seat in enumerate(seats)
+                if seat.bundle == index
+            ]
+            lines.append(f"  bundle {index} ({bundle}): {', '.join(here)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """How to seat the stages of any graph."""
+
+    #: The bundles, or None: one for each stage.
+    bundles: tuple[Bundle, ...] | None = (Bundle(),)
+    #: Bundle of each stage: one number for all its actors, or one for each. Stages left out sit in bundle 0.
+    stages: Mapping[str, int | Sequence[int]] = field(default_factory=lambda: {})
+    #: How Ray lays bundles over nodes.
+    strategy: Strategy = "PACK"
+    #: Interchangeable copies of a rollout or map stage.
+    replicas: Mapping[str, int] = field(default_factory=lambda: {})
+    #: Compute threads of each actor that runs a model on the CPU; 0: all cores of its machine.
+    threads: int = 0
+    #: A bundle with a GPU is asked for where the cluster has one.
+    find_gpu: bool = False
+
+    @classmethod
+    def auto(cls, *, threads: int = 0) -> Placement:
+        """All stages share one bundle, which has a GPU where the cluster has one."""
+        return cls(threads=threads, find_gpu=True)
+
+    @classmethod
+    def colocated(cls, *, cpus: float = 1.0, gpus: float = 0.0, threads: int = 0) -> Placement:
+        """All stages share one bundle."""
+        return cls(bundles=(Bundle(cpus, gpus),), threads=threads)
+
+    @classmethod
+    def spread(cls, *, strategy: Strategy = "SPREAD", threads: int = 0) -> Placement:
+        """A bundle of one CPU for each stage."""
+        return cls(bundles=None, strategy=strategy, threads=threads)
+
+    @classmethod
+    def fixed(
+        cls,
+        bundles: Sequence[Bundle],
+        stages: Mapping[str, int | Sequence[int]],
+        *,
+        strategy: Strategy = "PACK",
+        replicas: Mapping[str, int] | None = None,
+        threads: int = 0,
+    ) -> Placement:
+        """Each stage in the bundle whose index `stages` gives."""
+        return cls(
+            bundles=tuple(bundles), stages=dict(stages), strategy=strategy, replicas=replicas or {}, threads=threads
+        )
+
+    def plan(self, demands: Sequence[Demand], *, cluster_gpus: float = 0.0) -> Plan:
+        """Seats for every actor. Raises PlacementError, listing every unknown stage and bundle."""
+        names = [d.stage for d in demands]
+        faults = [
+            f"placement names stage {s!r}; the graph has {', '.join(names)}"
+            for s in {*self.stages, *self.replicas}
+            if s not in names
+        ]
+        bundles = self.bundles or tuple(Bundle() for _ in demands)
+        if self.find_gpu and cluster_gpus >= 1 and any(d.uses_device for d in demands):
+            bundles = tuple(Bundle(b.cpus, 1.0) for b in bundles)
+        chosen: dict[str, list[int]] = {}
+        for position, demand in enumerate(demands):
+            want = self.stages.get(demand.stage, position if self.bundles is None else 0)
+            indices = [want] * demand.num_actors if isinstance(want, int) else list(want)
+            if len(indices) != demand.num_actors:
+                faults.append(
+                    f"stage {demand.stage!r} has {demand.num_actors} actors, the placement gives {len(indices)} bundles"
+                )
+            faults += [
+                f"stage {demand.stage!r} is placed in bundle {i}; there are bundles 0 to {len(bundles) - 1}"
+                for i in sorted(set(indices))
+                if not 0 <= i < len(bundles)
+            ]
+            chosen[demand.stage] = indices
+        if faults:
+            raise PlacementError(faults)
+        return Plan(
+            bundles=bundles, strategy=self.strategy, seats=_shares(bundles, demands, chosen), threads=self.threads
+        )
+
+
+def _shares(
+    bundles: Sequence[Bundle], demands: Sequence[Demand], chosen: Mapping[str, Sequence[int]]
+) -> dict[str, tuple[Seat, ...]]:
+    """Equal shares of a bundle for all who sit in it, of its GPU for those who use one."""
+    sitting = [0] * len(bundles)
+    using_gpu = [0] * len(bundles)
+    for demand in demands:
+        for index in chosen[demand.stage]:
+            sitting[index] += 1
+            using_gpu[index] += demand.uses_device
+    return {
+        demand.stage: tuple(
+            Seat(
+                bundle=index,
+                cpus=_floor(bundles[index].cpus / sitting[index]),
+                gpus=_floor(bundles[index].gpus / using_gpu[index]) if demand.uses_device else 0.0,
+            )
+            for index in chosen[demand.stage]
+        )
+        for demand in demands
+    }
+
+
+def _floor(share: float) -> float:
+    """Down to Ray's resolution of 1/10,000, so that equal shares never sum to more than the bundle."""
+    return math.floor(share * 10_000) / 10_000

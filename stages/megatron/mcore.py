@@ -1,0 +1,49 @@
+"""All that we use of Megatron-Core, imported once the platform is prepared: import it from here, never directly."""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+from rollstream.stages.megatron import platform
+
+platform.prepare()
+
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "DistributedOptimizer",
+    "GPTModel",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "PackedSeqParams",
+    "ShardedObject",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "clip_grad_by_total_norm_fp32",
+    "dist_checkpointing",
+    "finalize_model_grads",
+    "get_cuda_rng_tracker",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "model_parallel_cuda_manual_seed",
+    "state",
+    "torch_strategies",
+]

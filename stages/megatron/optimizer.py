@@ -1,0 +1,113 @@
+"""Megatron's distributed Adam and its learning-rate schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollstream.stages.megatron.mcore import (
+    DistributedDataParallel,
+    DistributedOptimizer,
+    OptimizerConfig,
+    OptimizerParamScheduler,
+    get_megatron_optimizer,
+)
+
+
+class TorchAdamOptimizer(DistributedOptimizer):
+    """Megatron's distributed optimizer with torch's Adam inside, made to survive a checkpoint.
+
+    Megatron expects an Adam that counts steps once for all parameters. Torch's counts them in each parameter's state,
+    as a tensor: the checkpoint must not hold it as a moment, and after loading no two parameters may share it, or each
+    step would count as many.
+    """
+
+    def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
+        tensors = dict(super()._get_main_param_and_optimizer_states(model_param))
+        tensors.pop("step", None)
+        return tensors
+
+    @torch.no_grad()
+    def _set_main_param_and_optimizer_states(self, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        for name, target in self._get_main_param_and_optimizer_states(model_param).items():
+            target.copy_(tensors[name])
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    def start_from_zero(self) -> None:
+        """Gives Adam its state before the first step, so that it can be saved and loaded at any time."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+def build_optimizer(
+    model: DistributedDataParallel,
+    *,
+    lr: float,
+    min_lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    clip_grad: float,
+) -> Any:
+    """Adam whose state and float32 weights are split over the data-parallel ranks; collective.
+
+    Gradients are clipped to the global norm `clip_grad`; 0 switches that off. Weight decay is decoupled (AdamW) and
+    spares biases and norms.
+    """
+    dtype = model.module.config.params_dtype
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=lr,
+        min_lr=min_lr,
+        adam_beta1=betas[0],
+        adam_beta2=betas[1],
+        adam_eps=eps,
+        weight_decay=weight_decay,
+        clip_grad=clip_grad,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(settings, [model])
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            part.__class__ = TorchAdamOptimizer  # Megatron's factory takes no class
+            part.start_from_zero()
+    return optimizer
+
+
+def build_scheduler(
+    optimizer: Any, *, lr: float, min_lr: float, warmup_steps: int, decay: str, decay_steps: int, weight_decay: float
+) -> OptimizerParamScheduler:
+    """Step k of the warm-up, counted from 1, has lr * k / (warmup_steps + 1): no step is wasted on a rate of 0.
+
+    Then the rate stays ("constant"), or falls to `min_lr` ("linear", "cosine") at step `decay_steps`, counted from the
+    run's first. Steps are optimizer steps that were made; a skipped one does not count.
+    """
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=lr / (warmup_steps + 1),
+        max_lr=lr,
+        min_lr=min_lr,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=max(decay_steps, warmup_steps + 1),
+        lr_decay_style=decay,
+        start_wd=weight_decay,
+        end_wd=weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

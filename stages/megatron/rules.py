@@ -1,0 +1,135 @@
+"""How each Megatron parameter is made of Hugging Face tensors, and how ranks share it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollstream.stages.megatron.hf_config import HFConfig
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`names` are the Hugging Face tensors, `kind` is how a rank's part is made of them:
+
+    rows      its slice of the first axis
+    columns   its slice of the second axis
+    copy      the whole
+    gate_up   its rows of gate, then its rows of up
+    qkv       for each of its key/value heads: the query heads that use it, then key, then value
+    vocab     its rows of the padded vocabulary; padding is zero and never leaves
+    """
+
+    kind: str
+    names: tuple[str, ...]
+
+
+_QKV = tuple(f"self_attn.{x}_proj" for x in ("q", "k", "v"))
+
+#: Parameters of a layer, Megatron's module to Hugging Face modules.
+LAYER_RULES: dict[str, Rule] = {
+    "input_layernorm": Rule("copy", ("input_layernorm",)),
+    "self_attention.linear_qkv": Rule("qkv", _QKV),
+    "self_attention.q_layernorm": Rule("copy", ("self_attn.q_norm",)),
+    "self_attention.k_layernorm": Rule("copy", ("self_attn.k_norm",)),
+    "self_attention.linear_proj": Rule("columns", ("self_attn.o_proj",)),
+    "pre_mlp_layernorm": Rule("copy", ("post_attention_layernorm",)),
+    "mlp.linear_fc1": Rule("gate_up", ("mlp.gate_proj", "mlp.up_proj")),
+    "mlp.linear_fc2": Rule("columns", ("mlp.down_proj",)),
+}
+
+#: Parameters outside the layers.
+MODEL_RULES: dict[str, Rule] = {
+    "embedding.word_embeddings.weight": Rule("vocab", ("model.embed_tokens.weight",)),
+    "decoder.final_layernorm.weight": Rule("copy", ("model.norm.weight",)),
+    "output_layer.weight": Rule("vocab", ("lm_head.weight",)),
+}
+
+
+def rule_of(parameter: str) -> Rule:
+    """The rule of a parameter by its Megatron name.
+
+    >>> rule_of("decoder.layers.3.mlp.linear_fc2.weight")
+    Rule(kind='columns', names=('model.layers.3.mlp.down_proj.weight',))
+    """
+    if parameter in MODEL_RULES:
+        return MODEL_RULES[parameter]
+    _, _, layer, module = parameter.split(".", 3)
+    module, leaf = module.rsplit(".", 1)
+    rule = LAYER_RULES[module]
+    return Rule(rule.kind, tuple(f"model.layers.{layer}.{name}.{leaf}" for name in rule.names))
+
+
+def local_range(kind: str, size: int, tp: int, rank: int, padded: int) -> tuple[int, int]:
+    """Start and end of a rank's slice of an axis of `size` entries (`padded` with the vocabulary's padding)."""
+    if kind == "copy":
+        return 0, size
+    part = (padded if kind == "vocab" else size) // tp
+    return min(part * rank, size), min(part * (rank + 1), size)
+
+
+def join(kind: str, pieces: list[Tensor], config: HFConfig, num_rows: int) -> Tensor:
+    """A rank's parameter from its slices of the Hugging Face tensors; `num_rows` is the parameter's first axis."""
+    if kind == "qkv":
+        heads = [piece.unflatten(0, (-1, size)) for piece, size in zip(pieces, _qkv_sizes(config), strict=True)]
+        return torch.cat(heads, 1).flatten(0, 1)
+    if kind == "gate_up":
+        return torch.cat(pieces)
+    (piece,) = pieces
+    if kind == "vocab":
+        return F.pad(piece, (0, 0, 0, num_rows - piece.shape[0]))
+    return piece
+
+
+def split(kind: str, parts: list[Tensor], config: HFConfig) -> list[Tensor]:
+    """The Hugging Face tensors from the parts of all ranks: the inverse of `join`."""
+    if kind == "copy":
+        return parts[:1]
+    if kind == "columns":
+        return [torch.cat(parts, 1)]
+    if kind == "gate_up":
+        halves = [part.chunk(2) for part in parts]
+        return [torch.cat([half[i] for half in halves]) for i in range(2)]
+    whole = torch.cat(parts)
+    if kind == "vocab":
+        return [whole[: config.vocab_size]]
+    sizes = _qkv_sizes(config)
+    return [piece.flatten(0, 1) for piece in whole.unflatten(0, (-1, sum(sizes))).split(sizes, 1)]
+
+
+def hf_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the model in Hugging Face form."""
+    hidden, ffn, query = config.hidden_size, config.ffn_size, config.num_heads * config.head_size
+    keys = config.num_kv_heads * config.head_size
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        "mlp.gate_proj.weight": (ffn, hidden),
+        "mlp.up_proj.weight": (ffn, hidden),
+        "mlp.down_proj.weight": (hidden, ffn),
+    }
+    if config.qkv_bias:
+        layer |= {f"{name}.bias": (size,) for name, size in zip(_QKV, (query, keys, keys), strict=True)}
+    if config.qk_norm:
+        layer |= {f"self_attn.{x}_norm.weight": (config.head_size,) for x in ("q", "k")}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tied:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for index in range(config.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _qkv_sizes(config: HFConfig) -> list[int]:
+    """Rows of query, key and value that belong to one key/value head."""
+    return [config.num_heads // config.num_kv_heads * config.head_size, config.head_size, config.head_size]

@@ -1,0 +1,58 @@
+"""A reward function -> bytes that another process can load, on another host too.
+
+Modules of installed packages travel by name. All else that is loaded (a user's script and the helpers beside it) travels
+by value, for the other process may not have the files.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+
+import cloudpickle
+
+from rollstream.stages.errors import ConfigError
+from rollstream.stages.reward.plugin import Plugin
+
+
+def ship(plugin: Plugin, params: Mapping[str, object]) -> bytes:
+    """The function and its parameters, pickled. Raises ConfigError with the reason if they can't be."""
+    with _by_value(_user_modules()):
+        try:
+            return cloudpickle.dumps((plugin.function, dict(params)))
+        except Exception as error:  # noqa: BLE001 - a user's __reduce__ may raise anything; it is told, not swallowed
+            raise ConfigError(
+                f"reward {plugin.name!r} can't be sent to the process that runs it: {error}. What it refers to must be "
+                "picklable: make locks, files and connections inside the function, on its first call"
+            ) from error
+
+
+@contextmanager
+def _by_value(modules: list[ModuleType]) -> Iterator[None]:
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _user_modules() -> list[ModuleType]:
+    """Loaded modules that come from files outside the installed packages, this package and the standard library."""
+    installed = (*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values())
+    folders = tuple(os.path.join(os.path.realpath(folder), "") for folder in installed)
+    already = cloudpickle.list_registry_pickle_by_value()
+    found: list[ModuleType] = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or name == "__main__" or name in already or name.partition(".")[0] == "rollstream":
+            continue
+        if name == module.__name__ and not os.path.realpath(file).startswith(folders):
+            found.append(module)
+    return found

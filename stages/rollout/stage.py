@@ -1,0 +1,182 @@
+"""The rollout stage: draws samples from each prompt and records how likely each token was."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rollstream.stages.base import RolloutStage, Stage, World
+from rollstream.stages.errors import ConfigError
+from rollstream.stages.names import known_names
+from rollstream.stages.rollout.engine import Engine, Request, Sample, Sampling
+from rollstream.stages.rollout.engines import DTYPES, ENGINES, make_engine
+from rollstream.stages.rollout.rows import rollout_rows
+from rollstream.stages.schema import Prompted, Rollouts
+
+
+class Rollout(RolloutStage[Prompted, Rollouts]):
+    """Draws `n` samples from each prompt with the weights that were loaded last.
+
+        rollouts = Rollout(Rollout.Config(model="models/tiny", max_tokens=64))(prompts)
+
+    Metrics: `rollout/response_tokens` length of a response; `rollout/truncated` share that ran out of tokens;
+    `rollout/empty` share whose text is blank; `rollout/tokens_per_s` of one replica while it generates.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(Stage.Config):
+        """What is drawn, how, and by which engine."""
+
+        #: Folder of the model and its tokenizer, in Hugging Face format.
+        model: str
+        #: Samples drawn from each prompt.
+        n: int = 8
+        #: Logits are divided by it; 0 takes the likeliest token, which is for evaluation, not for training.
+        temperature: float = 1.0
+        #: Draw from the fewest tokens whose probabilities reach this sum; 1 draws from all.
+        top_p: float = 1.0
+        #: Draw from this many likeliest tokens; None draws from all.
+        top_k: int | None = None
+        #: Tokens of a response at most, the stop token counted.
+        max_tokens: int
+        #: Tokens that end a response, besides the model's own end-of-sequence tokens.
+        stop_token_ids: tuple[int, ...] = ()
+        #: Prompts that are generated from together.
+        groups_per_batch: int = 16
+        #: With a sample's id, fixes the random numbers of the sample.
+        seed: int = 0
+        #: What generates: "transformers".
+        engine: str = "transformers"
+        #: Number format of the weights: "float32" or "bfloat16".
+        dtype: str = "float32"
+
+        def __post_init__(self) -> None:
+            rules = [
+                (self.n >= 1, f"n must be at least 1, got {self.n}"),
+                (self.temperature >= 0, f"temperature must be 0 or above, got {self.temperature}"),
+                (
+                    self.temperature != 0 or self.n == 1,
+                    f"n must be 1 at temperature 0, where all samples of a prompt are equal, got {self.n}",
+                ),
+                (0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}"),
+                (
+                    self.top_k is None or self.top_k >= 1,
+                    f"top_k must be at least 1, got {self.top_k}: leave it None to draw from all tokens",
+                ),
+                (self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
+                (
+                    min(self.stop_token_ids, default=0) >= 0,
+                    f"stop_token_ids must be 0 or above, got {self.stop_token_ids}",
+                ),
+                (self.groups_per_batch >= 1, f"groups_per_batch must be at least 1, got {self.groups_per_batch}"),
+                (
+                    self.engine in ENGINES,
+                    f"engine is not known, got {self.engine!r}: " + known_names(self.engine, ENGINES),
+                ),
+                (self.dtype in DTYPES, f"dtype is not known, got {self.dtype!r}: " + known_names(self.dtype, DTYPES)),
+            ]
+            faults = [message for holds, message in rules if not holds]
+            if faults:
+                raise ConfigError(faults)
+
+    config: Config
+
+    def __init__(self, config: Config, *, name: str | None = None):
+        super().__init__(config, name=name)
+        self._engine: Engine | None = None
+        self._tokenizer: Any = None
+
+    @property
+    def groups_per_batch(self) -> int:
+        return self.config.groups_per_batch
+
+    def faults(self) -> list[str]:
+        """Whether the folder holds a model and a tokenizer, and whether the settings fit the model."""
+        folder = Path(self.config.model)
+        if not (folder / "config.json").is_file():
+            return [f"{self.name}: model must be a folder with a config.json, got {self.config.model!r}"]
+        faults: list[str] = []
+        if not any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")):
+            faults.append(f"{self.name}: the model folder {self.config.model!r} must hold a tokenizer; save it there")
+        settings = json.loads((folder / "config.json").read_text())
+        vocabulary, context = settings.get("vocab_size"), settings.get("max_position_embeddings")
+        too_high = [i for i in self.config.stop_token_ids if vocabulary is not None and i >= vocabulary]
+        if too_high:
+            faults.append(f"{self.name}: stop_token_ids must be below the model's {vocabulary} tokens, got {too_high}")
+        if context is not None and self.config.max_tokens >= context:
+            faults.append(
+                f"{self.name}: max_tokens must be below the model's context of {context} tokens, "
+                f"got {self.config.max_tokens}"
+            )
+        return faults
+
+    def setup(self, world: World) -> None:
+        import torch
+        from transformers import AutoTokenizer
+
+        if world.threads:
+            torch.set_num_threads(world.threads)
+        self._tokenizer = AutoTokenizer.from_pretrained(self.config.model, local_files_only=True)
+        self._engine = make_engine(self.config.engine, self.config.model, dtype=self.config.dtype, stage=self.name)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+        assert self._engine is not None, "setup comes first"
+        self._engine.load_weights(version, tensors)
+
+    def generate(self, groups: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        assert self._engine is not None, "setup comes first"
+        prompts = {group.column("group_id")[0].as_py(): group for group in groups}
+        assert len(prompts) == len(groups), "group ids of a batch must differ"
+        requests = [self._request(group_id, group) for group_id, group in prompts.items()]
+        ended = self._engine.generate(requests, self._sampling())
+        while True:
+            start_s = time.perf_counter()
+            group_id, samples = next(ended, (None, []))
+            if group_id is None:
+                return
+            seconds = time.perf_counter() - start_s
+            texts = self._decode(samples)
+            self._measure(samples, texts, seconds)
+            sample_ids = self._sample_ids(group_id)
+            yield rollout_rows(prompts[group_id], sample_ids, samples, texts)
+
+    def _sampling(self) -> Sampling:
+        c = self.config
+        return Sampling(
+            temperature=c.temperature,
+            top_p=c.top_p,
+            top_k=c.top_k,
+            max_tokens=c.max_tokens,
+            stop_token_ids=c.stop_token_ids,
+            seed=c.seed,
+        )
+
+    def _sample_ids(self, group_id: str) -> list[str]:
+        return [f"{group_id}.{i}" for i in range(self.config.n)]
+
+    def _request(self, group_id: str, group: pa.RecordBatch) -> Request:
+        prompt_ids = group.column("prompt_ids")[0].as_py()
+        return Request(group_id=group_id, prompt_ids=prompt_ids, sample_ids=self._sample_ids(group_id))
+
+    def _decode(self, samples: Sequence[Sample]) -> list[str]:
+        ids = [s.response_ids.tolist() for s in samples]
+        return self._tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _measure(self, samples: Sequence[Sample], texts: Sequence[str], seconds: float) -> None:
+        num_tokens = sum(len(s.response_ids) for s in samples)
+        num_samples = len(samples)
+        self.metrics.add("rollout/response_tokens", num_tokens, num_samples)
+        self.metrics.add("rollout/truncated", sum(s.finish_reason == "length" for s in samples), num_samples)
+        self.metrics.add("rollout/empty", sum(not t.strip() for t in texts), num_samples)
+        self.metrics.add("rollout/tokens_per_s", num_tokens, seconds)

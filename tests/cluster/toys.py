@@ -1,0 +1,170 @@
+"""Small stages without a model: they count, and say what they saw. Their weights are one number, the version."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from rollstream.graphs import Graph, Weights
+from rollstream.stages.base import MapStage, RolloutStage, Source, UpdateStage, check_wiring
+from rollstream.stages.schema import Advantaged, Prompted, Rollouts, Scored, Trained, WithRef
+
+
+class Numbers(Source[Prompted]):
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        count: int | None = None
+
+    def rows(self, skip, start) -> Iterator[pa.RecordBatch]:
+        order = start
+        while self.config.count is None or order < self.config.count:
+            if order not in skip:
+                row = [f"g{order}", order, f"p{order}", [order], "null", "{}"]
+                yield pa.RecordBatch.from_arrays(
+                    [pa.array([v], t) for v, t in zip(row, Prompted.columns.values(), strict=True)],
+                    schema=Prompted.arrow(),
+                )
+            order += 1
+
+    def fingerprint(self) -> str:
+        return f"numbers to {self.config.count}"
+
+
+class Echo(RolloutStage[Prompted, Rollouts]):
+    """Two samples a prompt, whose one token is the version of the weights."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        temperature: float = 1.0
+        sleep_s: float = 0.0
+
+    version = -1
+
+    @property
+    def groups_per_batch(self) -> int:
+        return 2
+
+    def generate(self, groups: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for group in groups:
+            time.sleep(self.config.sleep_s)
+            prompt = group.to_pylist()[0]
+            new = {"response": "x", "response_ids": [self.version], "loss_mask": [True], "finish_reason": "stop"}
+            new |= {"rollout_logprobs": [0.0], "weight_version": [self.version]}
+            rows = [prompt | {"sample_id": f"{prompt['group_id']}.{i}"} | new for i in range(2)]
+            yield pa.RecordBatch.from_pylist(rows, schema=Rollouts.arrow())
+
+    def load_weights(self, version, tensors) -> None:
+        ((_, value),) = list(tensors)
+        assert int(value[0]) == version
+        self.version = version
+
+
+class Score(MapStage[Rollouts, Scored]):
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        fail_at: int = -1
+        stick_at: int = -1
+
+    def process(self, group):
+        order = group.column("order")[0].as_py()
+        if order == self.config.fail_at:
+            raise ZeroDivisionError("the toy divides by zero")
+        if order == self.config.stick_at:
+            time.sleep(600)
+        self.metrics.add("reward/mean", float(order), 1)
+        rows = group.num_rows
+        return {
+            "reward": pa.array([float(order)] * rows),
+            "reward_parts": pa.array([{}] * rows, Scored.columns["reward_parts"]),
+        }
+
+
+class Weigh(MapStage[Scored, Advantaged]):
+    def process(self, group):
+        return {"advantages": pa.array([[1.0]] * group.num_rows, pa.list_(pa.float32()))}
+
+
+class Ref(MapStage[Rollouts, WithRef]):
+    def process(self, group):
+        return {"ref_logprobs": pa.array([[0.0]] * group.num_rows, pa.list_(pa.float32()))}
+
+
+class Count(UpdateStage[Advantaged, Trained]):
+    """Writes down which groups it was given, and the versions that made them."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        diary: str
+        groups_per_step: int = 4
+        num_ranks: int = 1
+        sleep_s: float = 0.0
+
+    def __call__(self, stream, *, ref=None):
+        check_wiring(self, stream, Advantaged)
+        return self._wire(stream=stream, **({"ref": ref} if ref else {}))
+
+    version = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.config.num_ranks
+
+    @property
+    def groups_per_step(self) -> int:
+        return self.config.groups_per_step
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.config.num_ranks
+
+    def share_of(self, rank: int) -> int:
+        return rank
+
+    def setup(self, world) -> None:
+        self.rank = world.rank
+
+    def update(self, groups):
+        time.sleep(self.config.sleep_s)
+        rows = [
+            {"rank": self.rank, "order": g.column("order")[0].as_py(), "made_by": g.column("weight_version")[0].as_py()[0],
+             "trained_at": self.version, "columns": g.schema.names}
+            for g in groups
+        ]  # fmt: skip
+        with open(f"{self.config.diary}.{self.rank}", "a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        self.version += 1
+        return {"actor/loss": (float(len(rows)), 1.0), "actor/tokens": (2.0 * len(rows), 1.0)}
+
+    def weights(self):
+        if self.rank == 0:
+            yield "number", np.array([self.version])
+
+    def save(self, folder: Path) -> None:
+        (folder / f"rank{self.rank}").write_text(str(self.version))
+
+    def load(self, folder: Path) -> None:
+        self.version = int((folder / f"rank{self.rank}").read_text())
+
+    def export(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "number").write_text(str(self.version))
+
+
+def toy_graph(diary: Path, *, max_staleness=0, count=None, with_ref=False, echo=None, score=None, **update) -> Graph:
+    rollouts = Echo(Echo.Config(**(echo or {})))(Numbers(Numbers.Config(count=count)))
+    scored = Score(Score.Config(**(score or {})))(rollouts)
+    ref = Ref()(rollouts) if with_ref else None
+    output = Count(Count.Config(diary=str(diary), **update))(Weigh()(scored), ref=ref)
+    return Graph("toy", output=output, weights=Weights(output, to=rollouts, max_staleness=max_staleness))
+
+
+def diary_of(path: Path) -> list[dict]:
+    """What the update stage wrote down, all ranks."""
+    files = sorted(path.parent.glob(f"{path.name}.*"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]

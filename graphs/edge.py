@@ -130,10 +130,13 @@ class EdgeQueue:
         """No more groups will come."""
         self.closed = True
 
+    def drained(self, consumer: str) -> bool:
+        """Whether `consumer` has been given all that there will be; what it has leased may still come back to it."""
+        return self.closed and not self._cursors[consumer].waiting
+
     def ended(self, consumer: str) -> bool:
         """Whether `consumer` can never get another group."""
-        cursor = self._cursors[consumer]
-        return self.failure is not None or (self.closed and not cursor.waiting and not cursor.leased)
+        return self.failure is not None or (self.drained(consumer) and not self._cursors[consumer].leased)
 
     def stats(self) -> EdgeStats:
         oldest = min(self._put_at, key=self._put_at.__getitem__, default="")

@@ -31,7 +31,8 @@ class Lease:
     """What a consumer gets: groups, or nothing yet, or the end, or the error that ended the run."""
 
     items: tuple[Item, ...] = ()
-    ended: bool = False
+    drained: bool = False  # all has been given out; what is leased may still come back
+    ended: bool = False  # and all is acked
     failure: Failure | None = None
 
 
@@ -69,13 +70,10 @@ class EdgeActor:
             if self._queue.failure is not None:
                 return Lease(ended=True, failure=self._queue.failure)
             items = self._queue.lease(consumer, at_most, fill=fill)
-            if items:
-                return Lease(items=tuple(items))
-            if self._queue.ended(consumer):
-                return Lease(ended=True)
+            drained, ended = self._queue.drained(consumer), self._queue.ended(consumer)
             left = give_up - time.monotonic()
-            if left <= 0:
-                return Lease()
+            if items or ended or left <= 0:
+                return Lease(items=tuple(items), drained=drained, ended=ended)
             async with self._changed:
                 try:
                     await asyncio.wait_for(self._changed.wait(), min(left, 1.0))

@@ -82,7 +82,7 @@ class Joiner:
     def _receive(self, index: int, lease: Lease) -> None:
         if lease.failure is not None:
             raise as_error(lease.failure)
-        if lease.ended:
+        if lease.drained:
             self._ended.add(index)
         for item in lease.items:
             self._held[index][item.group_id] = item

@@ -121,6 +121,7 @@ class _Run:
         self._admit()
         self.crew.flow()
         keeper.describe()
+        self.watch.moved()
 
     def _loop(self, keeper: Keeper, stop: StopFlag) -> Iterator[Step]:
         update = self.graph.update

@@ -62,8 +62,8 @@ def plain(value: object, name: str = "") -> Any:
         return sorted((plain(v, name) for v in cast("Iterable[object]", value)), key=str)
     if _NEVER_NAME.search(name):
         return REDACTED
-    if isinstance(value, int | float):
-        return value if math.isfinite(value) else str(value)  # JSON has no word for those
+    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):  # JSON has no word for the others
+        return value
     return REDACTED if _COUNTABLE_NAME.search(name) else redact_text(_text(value))
 
 

@@ -36,13 +36,15 @@ CUT_MARK = " ... [cut]"
 NOT_LOGGED = "tracking/not_logged"
 SAMPLE_COLUMNS = ("sample_id", "prompt", "response", "target", "reward", "finish_reason")
 
-#: What keeps MLflow's own messages off the user's terminal, and the user's data on the user's machine.
-_QUIET = {
+#: Keeps MLflow's own messages off the user's terminal, its telemetry off, and waits for a server short. What the user
+#: has set stays.
+_MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "GIT_PYTHON_REFRESH": "quiet",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
 }
 
 
@@ -131,7 +133,7 @@ class Tracker:
                 numbers[key] = number
             else:
                 not_logged += 1
-                tags[encode(f"metric.{name}")] = _cut(redact_text(f"step {step}: {value}"), MAX_TAG_CHARS)
+                tags[encode(f"metric.{name}")] = _cut(redact_text(f"step {step}: {_shown(value)}"), MAX_TAG_CHARS)
         if not_logged:
             numbers[NOT_LOGGED] = float(not_logged)
         self._write(step=step, metrics=numbers, tags=tags)
@@ -160,7 +162,7 @@ class Tracker:
     @property
     def _client(self) -> MlflowClient:
         if self._connection is None:
-            for name, value in _QUIET.items():
+            for name, value in _MLFLOW_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
             from mlflow import MlflowClient
 
@@ -256,10 +258,17 @@ def _finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def _shown(value: object) -> str:
+    """The value as text; Python refuses to write out integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 1024:
+        return f"an integer of {value.bit_length()} bits"
+    return str(value)
+
+
 def _cell(value: object) -> object:
     """The value as a cell of a JSON table, which has no word for numbers that are not finite."""
     if value is None or isinstance(value, str | bool):
         return value
-    if isinstance(value, int | float):
-        return value if math.isfinite(value) else str(value)
-    return str(value)
+    if (isinstance(value, int) and value.bit_length() < 64) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return _shown(value)

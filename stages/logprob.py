@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from rollstream.stages.base import MapStage, World
+from rollstream.stages.base import MapStage, Stage, World
 from rollstream.stages.errors import ConfigError
 from rollstream.stages.megatron.layout import Layout
 from rollstream.stages.names import known_names
@@ -29,7 +29,7 @@ class RefLogprob(MapStage[Rollouts, WithRef]):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Stage.Config):
         """Settings of the reference."""
 
         #: Folder of the reference model, in Hugging Face format; usually the one that training starts from.
@@ -69,12 +69,13 @@ class RefLogprob(MapStage[Rollouts, WithRef]):
         return self.config.tp
 
     def faults(self) -> list[str]:
-        return Layout(tp=self.config.tp).faults(self.config.model)
+        return [f"{self.name}: {fault}" for fault in Layout(tp=self.config.tp).faults(self.config.model)]
 
     def setup(self, world: World) -> None:
         from rollstream.stages.megatron.session import RefSession
 
-        self._session = RefSession(self.config, world)
+        config: Any = self.config  # its class has two names for a checker that reads both stages and rollstream.stages
+        self._session = RefSession(config, world)
 
     def close(self) -> None:
         if self._session is not None:

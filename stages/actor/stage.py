@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from rollstream.stages.base import Metric, Stream, UpdateStage, World, check_wiring
+from rollstream.stages.base import Metric, Stage, Stream, UpdateStage, World, check_wiring
 from rollstream.stages.errors import ConfigError, WiringError
 from rollstream.stages.loss import AGGREGATIONS, KL_KINDS
 from rollstream.stages.megatron.layout import Layout
@@ -38,7 +38,7 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Stage.Config):
         """Settings of the update. The model's folder also gives the tokenizer files of an export."""
 
         #: Folder of the model to start from, in Hugging Face format.
@@ -139,12 +139,13 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
         return self.layout.share_of(rank)
 
     def faults(self) -> list[str]:
-        return self.layout.faults(self.config.model)
+        return [f"{self.name}: {fault}" for fault in self.layout.faults(self.config.model)]
 
     def setup(self, world: World) -> None:
         from rollstream.stages.megatron.session import ActorSession
 
-        self._session = ActorSession(self.config, world, self.layout, has_ref=self.has_ref)
+        config: Any = self.config  # its class has two names for a checker that reads both stages and rollstream.stages
+        self._session = ActorSession(config, world, self.layout, has_ref=self.has_ref)
 
     def close(self) -> None:
         if self._session is not None:

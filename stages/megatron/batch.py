@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -70,7 +71,7 @@ def read_samples(groups: Iterable[pa.RecordBatch], columns: Sequence[str] = ()) 
 def _rows(column: pa.ListArray) -> list[np.ndarray]:
     values = column.values.to_numpy(zero_copy_only=False)
     ends = column.offsets.to_numpy()
-    return [values[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    return [values[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def cut(samples: Sequence[Sample], size: int) -> list[MicroBatch]:

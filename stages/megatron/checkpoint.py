@@ -6,10 +6,11 @@ Every rank writes what it alone holds. The optimizer is stored by parameter, not
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from rollstream.stages.megatron.mcore import ShardedObject, dist_checkpointing, get_cuda_rng_tracker, state
 from rollstream.stages.megatron.mcore import torch_strategies as strategies
@@ -32,7 +33,7 @@ def save(trainer: Trainer, folder: Path) -> None:
 
 def load(trainer: Trainer, folder: Path) -> None:
     """Restores what `save` wrote; collective. On the layout that wrote it, training goes on bit for bit."""
-    loaded = dist_checkpointing.load(_state(trainer, loading=True), str(folder))
+    loaded = cast(dict[str, Any], dist_checkpointing.load(_state(trainer, loading=True), str(folder)))
     trainer.policy.model.load_state_dict(loaded["model"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
@@ -60,7 +61,7 @@ def _random_states() -> dict[str, Any]:
     return {
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
-        "tracker": get_cuda_rng_tracker().get_states(),
+        "tracker": _tracker().get_states(),
     }
 
 
@@ -68,7 +69,12 @@ def _set_random_states(states: dict[str, Any]) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
     torch.set_rng_state(states["cpu"])
-    get_cuda_rng_tracker().set_states(states["tracker"])
+    _tracker().set_states(states["tracker"])
+
+
+def _tracker() -> Any:
+    """Megatron's random states by name."""
+    return get_cuda_rng_tracker()
 
 
 class _InProcessStrategy(strategies.TorchDistSaveShardedStrategy):
@@ -82,8 +88,8 @@ class _InProcessStrategy(strategies.TorchDistSaveShardedStrategy):
         tensors, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
-        torch_checkpoint.save(
+        save_tensors(
             strategies.mcore_to_pyt_state_dict(tensors, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
+            storage_writer=FileSystemWriter(checkpoint_dir),
             planner=strategies.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )

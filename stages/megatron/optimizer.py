@@ -66,7 +66,7 @@ def build_optimizer(
     Gradients are clipped to the global norm `clip_grad`; 0 switches that off. Weight decay is decoupled (AdamW) and
     spares biases and norms.
     """
-    dtype = model.module.config.params_dtype
+    dtype: torch.dtype = model.config.params_dtype
     settings = OptimizerConfig(
         optimizer="adam",
         lr=lr,

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 from torch import distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from rollstream.stages.base import World
 from rollstream.stages.megatron import platform
@@ -33,7 +34,7 @@ def init(world: World, layout: Layout, seed: int) -> None:
         platform.choose_device(world.rank)
         torch.cuda.set_device(platform.device())
     if world.size == 1:  # nobody to meet: take no port
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
     else:
         dist.init_process_group(
             backend,

@@ -19,7 +19,7 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def prepare() -> None:
 
 
 @contextlib.contextmanager
-def on_platform() -> Iterator[None]:
+def on_platform() -> Generator[None]:
     """Context, or decorator of a method that is no generator, within which Megatron may run."""
     prepare()
     with torch.cuda.device(_cuda_index) if torch.cuda.is_available() else _CudaMeansCpu():

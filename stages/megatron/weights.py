@@ -97,8 +97,8 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 def _gather(part: Tensor, kind: str) -> list[Tensor]:
     """The parts of all ranks, in order, on the first rank of the tensor-parallel group; nothing on the others."""
-    group, rank = state.get_tensor_model_parallel_group(), state.get_tensor_model_parallel_rank()
-    size = state.get_tensor_model_parallel_world_size()
+    group: Any = state.get_tensor_model_parallel_group()
+    rank, size = state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
     if kind == "copy" or size == 1:
         return [part] if rank == 0 else []
     part = part.contiguous()

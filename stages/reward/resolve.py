@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import importlib
 import operator
+import re
 from importlib.metadata import EntryPoint, entry_points
 
 from rollstream.stages.errors import ConfigError
 from rollstream.stages.names import known_names
-from rollstream.stages.reward.plugin import Plugin, RewardFunction, plugin_of, registered
+from rollstream.stages.reward.plugin import Plugin, plugin_of, registered
 
 #: A package offers a reward with an entry point of this group; it is imported only when it is named.
 GROUP = "rollstream.rewards"
 
 
-def resolve(function: RewardFunction | str) -> Plugin:
+def resolve(function: object) -> Plugin:
     """The plugin for a function, a registered name, the name of an entry point, or "pkg.mod:fn".
 
     Raises ConfigError if there is none, listing the known names, or if a name has two owners.
     """
-    if not isinstance(function, str):
+    if callable(function):
         return plugin_of(function)
+    if not isinstance(function, str):
+        raise ConfigError(f"function must be a function or a name, got {type(function).__name__}")
     if ":" in function:
+        if not re.fullmatch(r"[\w.]+:[\w.]+", function):
+            raise ConfigError(f"reward {function!r} must be written pkg.mod:fn")
         return _import(EntryPoint(name=function, value=function, group=GROUP))
     return _named(function)
 
@@ -36,7 +41,9 @@ def _named(name: str) -> Plugin:
     plugin = registered().get(name)
     owners = set(points) | ({plugin.where} if plugin else set())
     if len(owners) > 1:
-        raise ConfigError(f"reward name {name!r} has several owners, {', '.join(sorted(owners))}: name one as pkg.mod:fn")
+        raise ConfigError(
+            f"reward name {name!r} has several owners, {', '.join(sorted(owners))}: name one as pkg.mod:fn"
+        )
     if plugin is not None:
         return plugin
     if not points:
@@ -46,8 +53,10 @@ def _named(name: str) -> Plugin:
 
 def _import(point: EntryPoint) -> Plugin:
     """Imports a plugin's module; what its import raises is the plugin's error and is told as it is."""
-    if not point.module or not point.attr:
-        raise ConfigError(f"reward {point.value!r} must be written pkg.mod:fn")
+    if not point.attr:
+        raise ConfigError(
+            f"entry point {point.name!r} must name a function, pkg.mod:fn, not the module {point.value!r}"
+        )
     try:
         module = importlib.import_module(point.module)
     except ModuleNotFoundError as error:

@@ -1,17 +1,17 @@
 """A reward function -> bytes that another process can load, on another host too.
 
-Modules of installed packages travel by name. All else that is loaded (a user's script and the helpers beside it) travels
-by value, for the other process may not have the files.
+Modules of installed packages travel by name. All else that is loaded (a user's script and the helpers beside it)
+travels by value, for the other process may not have the files.
 """
 
 from __future__ import annotations
 
 import os
-import site
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 
 import cloudpickle
@@ -25,7 +25,7 @@ def ship(plugin: Plugin, params: Mapping[str, object]) -> bytes:
     with _by_value(_user_modules()):
         try:
             return cloudpickle.dumps((plugin.function, dict(params)))
-        except Exception as error:  # noqa: BLE001 - a user's __reduce__ may raise anything; it is told, not swallowed
+        except Exception as error:  # a user's __reduce__ may raise anything; it is told, not swallowed
             raise ConfigError(
                 f"reward {plugin.name!r} can't be sent to the process that runs it: {error}. What it refers to must be "
                 "picklable: make locks, files and connections inside the function, on its first call"
@@ -33,7 +33,7 @@ def ship(plugin: Plugin, params: Mapping[str, object]) -> bytes:
 
 
 @contextmanager
-def _by_value(modules: list[ModuleType]) -> Iterator[None]:
+def _by_value(modules: list[ModuleType]) -> Generator[None]:
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -45,14 +45,20 @@ def _by_value(modules: list[ModuleType]) -> Iterator[None]:
 
 def _user_modules() -> list[ModuleType]:
     """Loaded modules that come from files outside the installed packages, this package and the standard library."""
-    installed = (*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values())
-    folders = tuple(os.path.join(os.path.realpath(folder), "") for folder in installed)
+    paths = sysconfig.get_paths()
+    standard = tuple(os.path.join(os.path.realpath(paths[name]), "") for name in ("stdlib", "platstdlib"))
     already = cloudpickle.list_registry_pickle_by_value()
     found: list[ModuleType] = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not file or name == "__main__" or name in already or name.partition(".")[0] == "rollstream":
+        if (
+            not file
+            or name != module.__name__
+            or name in already
+            or name.partition(".")[0] in ("__main__", "rollstream")
+        ):
             continue
-        if name == module.__name__ and not os.path.realpath(file).startswith(folders):
+        installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
+        if not installed and not os.path.realpath(file).startswith(standard):
             found.append(module)
     return found

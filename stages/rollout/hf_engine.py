@@ -37,7 +37,7 @@ class TransformersEngine:
         self._stage = stage
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model: Any = AutoModelForCausalLM.from_pretrained(
-            model, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
+            model, dtype=getattr(torch, dtype), local_files_only=True
         )
         self._model.eval().to(self._device)
         config = self._model.config.get_text_config()
@@ -46,7 +46,7 @@ class TransformersEngine:
         self._eos_ids = _eos_ids(self._model.generation_config, config)
         self._model.generation_config = GenerationConfig()
         self._version = 0
-        # Its name differs between releases.
+        # The argument's name differs between releases of transformers.
         known = inspect.signature(self._model.prepare_inputs_for_generation).parameters
         self._cache_argument = "cache" if "cache" in known else "past_key_values"
 

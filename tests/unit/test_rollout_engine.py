@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,15 @@ from rollstream.stages.rollout.hf_engine import TransformersEngine
 
 VOCABULARY, CONTEXT, EOS = 48, 64, 1
 PROMPTS = {"a": [5, 6, 7, 8, 9, 10], "b": [20], "c": [11, 3, 40]}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small only lose time to threads that wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def save_model(folder: Path, *, seed: int = 0, tied: bool = False) -> str:
@@ -136,15 +146,17 @@ def test_a_response_that_fills_the_context_ends_for_length(engine):
     ("prompt_ids", "fault"),
     [
         ([], "at least one token"),
-        ([3, VOCABULARY], "from 0 to 47, got \\[48\\]"),
-        ([-1], "from 0 to 47, got \\[-1\\]"),
+        ([3, VOCABULARY], "from 0 to 47, got [48]"),
+        ([-1], "from 0 to 47, got [-1]"),
         ([3] * CONTEXT, "shorter than the model's context of 64"),
     ],
 )
 def test_a_prompt_that_the_model_cannot_take_names_its_group(engine, prompt_ids, fault):
     request = Request(group_id="r000003.e0", prompt_ids=prompt_ids, sample_ids=["x"])
-    with pytest.raises(StageError, match=rf"(?s){fault}.*failed on group r000003.e0"):
+    with pytest.raises(StageError) as error:
         list(engine.generate([request], Sampling(max_tokens=1)))
+    assert error.value.subject == "group r000003.e0"
+    assert fault in error.value.cause
 
 
 def weights(folder: str) -> list[tuple[str, np.ndarray]]:
@@ -200,5 +212,6 @@ def test_broken_weights_stop_the_run(engine, folder):
     tensors = dict(weights(folder))
     tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
     engine.load_weights(1, tensors.items())
-    with pytest.raises(StageError, match=r"hold NaN or infinity(?s:.*)failed on a\.0"):
+    with pytest.raises(StageError, match="hold NaN or infinity") as error:
         generate(engine)
+    assert error.value.subject == "a.0"

@@ -67,5 +67,6 @@ def test_logits_that_are_not_finite_name_the_sample(broken):
     sampler = Sampler(["g7.0", "g7.1"], Sampling(max_tokens=1), max_tokens=1, stage="s", device=torch.device("cpu"))
     scores = torch.zeros((2, 4))
     scores[1, 2] = broken
-    with pytest.raises(StageError, match="failed on g7.1"):
+    with pytest.raises(StageError, match="hold NaN or infinity") as error:
         sampler(NO_IDS, scores)
+    assert error.value.subject == "g7.1"

@@ -58,7 +58,7 @@ def prompt(order: int, ids: list[int]) -> pa.RecordBatch:
 @pytest.fixture
 def stage(folder: str) -> Rollout:
     stage = Rollout(Rollout.Config(model=folder, n=4, max_tokens=6))
-    stage.setup(World())
+    stage.setup(World(threads=1))
     return stage
 
 
@@ -91,7 +91,7 @@ def test_metrics_are_sums_over_samples(stage):
 def test_a_response_of_special_tokens_alone_counts_as_empty(folder):
     every_token = tuple(range(len(WORDS)))
     stage = Rollout(Rollout.Config(model=folder, n=32, max_tokens=6, stop_token_ids=every_token))
-    stage.setup(World())
+    stage.setup(World(threads=1))
     rows = [row for group in stage.run([prompt(0, [2])]) for row in group.to_pylist()]
     empty = sum(row["response_ids"][0] <= 1 for row in rows)
     assert 0 < empty < 32

@@ -137,7 +137,7 @@ def test_resume_of_an_unknown_run_says_where_it_looked(tracker: Tracker):
 
 
 def test_values_that_are_no_finite_numbers_become_tags_and_are_counted(tracker: Tracker, client: Any):
-    broken = {"inf": math.inf, "nan": math.nan, "none": None, "list": [1, 2], "text": "0.5", "big": 10**400}
+    broken = {"inf": math.inf, "nan": math.nan, "none": None, "list": [1, 2], "text": "0.5", "big": 10**5000}
     tracker.log(4, {**broken, "surrogate": "\ud800\0", "good": 1, "flag": True, "nested": {"a": {"b": 2.5}}})
     data = client.get_run(tracker.run_id).data
     assert data.metrics == {"good": 1.0, "flag": 1.0, "nested/a/b": 2.5, "tracking/not_logged": 7.0}
@@ -202,7 +202,7 @@ def test_samples_are_a_table_by_step_and_replaced_when_trained_again(
 
 def test_samples_are_json_whatever_they_hold(tracker: Tracker, client: Any, tmp_path: Path):
     tracker.samples(
-        3, [{"sample_id": "a", "reward": math.nan, "response": "\ud800 é", "ids": [1]}, {"reward": 10**400}]
+        3, [{"sample_id": "a", "reward": math.nan, "response": "\ud800 é", "ids": [1]}, {"reward": 10**5000}]
     )
     table = json.loads(artifact(client, tracker, "samples/step_000003.json", tmp_path), parse_constant=pytest.fail)
     assert table["columns"] == [*SAMPLE_COLUMNS, "ids"]

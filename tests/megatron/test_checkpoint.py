@@ -1,0 +1,66 @@
+"""A resumed run goes on exactly where the saved one stood."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from rollstream.stages.actor import ActorUpdate
+from rollstream.stages.base import World
+
+pytestmark = pytest.mark.megatron
+
+SETTINGS: dict[str, Any] = {"lr": 1e-3, "warmup_steps": 3, "decay": "cosine", "decay_steps": 9, "weight_decay": 0.01}
+
+
+def train(
+    world: World,
+    model: Path,
+    steps: list[list[pa.RecordBatch]],
+    layout: dict[str, int],
+    save_after: int | None,
+    folder: Path,
+) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """Losses and learning rates of `steps`, and the weights. Saves after step `save_after`; None: begins by loading."""
+    config = ActorUpdate.Config(model=str(model), groups_per_step=2, max_mismatch=None, **SETTINGS, **layout)
+    stage = ActorUpdate(config)
+    stage.setup(world)
+    if save_after is None:
+        stage.load(folder)
+    seen: list[Any] = []
+    for index, step in enumerate(steps):
+        if index == save_after:
+            stage.save(folder)
+        metrics = stage.update(step[stage.share_of(world.rank) :: config.dp])
+        seen.append((metrics.get("actor/loss"), metrics.get("actor/lr")))
+    return seen, dict(stage.weights())
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}], ids=["one rank", "tp 2", "dp 2"])
+@pytest.mark.parametrize("save_after", [0, 2])
+def test_continues_bit_for_bit(
+    launch: Any, tiny: Any, make_groups: Any, tmp_path: Path, layout: dict[str, int], save_after: int
+) -> None:
+    steps = [make_groups(num_groups=2, seed=seed) for seed in range(4)]
+    size = layout.get("tp", 1) * layout.get("dp", 1)
+    straight = launch(size, train, tiny("qwen3"), steps, layout, save_after, tmp_path / "ck")
+    resumed = launch(size, train, tiny("qwen3"), steps[save_after:], layout, None, tmp_path / "ck")
+    assert resumed[0][0] == straight[0][0][save_after:]
+    assert all(np.array_equal(resumed[0][1][name], weight) for name, weight in straight[0][1].items())
+
+
+def test_resumed_run_is_not_gated(launch: Any, tiny: Any, make_groups: Any, tmp_path: Path) -> None:
+    def resume(world: World, save: bool) -> float:
+        limit = None if save else 1e-9
+        config = ActorUpdate.Config(model=str(tiny("llama")), groups_per_step=4, max_mismatch=limit)
+        stage = ActorUpdate(config)
+        stage.setup(world)
+        (stage.save if save else stage.load)(tmp_path / "ck")
+        return stage.update(make_groups())["actor/skipped_steps"][0]
+
+    assert launch(1, resume, True) == [0.0]
+    assert launch(1, resume, False) == [0.0]

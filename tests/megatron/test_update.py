@@ -1,0 +1,164 @@
+"""What an update does to the weights, and what it reports."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from rollstream.stages.actor import ActorUpdate
+from rollstream.stages.base import Metrics, World
+
+pytestmark = pytest.mark.megatron
+
+
+def update(
+    world: World, folder: Path, steps: list[list[pa.RecordBatch]], dp_rank_0_gets_all: bool = False, **settings: Any
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Metrics of each step on this rank, and the weights at the end."""
+    config = ActorUpdate.Config(model=str(folder), groups_per_step=4, **{"max_mismatch": None, "lr": 1e-3, **settings})
+    stage = ActorUpdate(config)
+    stage.has_ref = "ref_logprobs" in steps[0][0].schema.names
+    stage.setup(world)
+    share = stage.share_of(world.rank)
+    metrics = [
+        stage.update(([] if share else step) if dp_rank_0_gets_all else step[share :: config.dp]) for step in steps
+    ]
+    return metrics, dict(stage.weights())
+
+
+def summed(ranks: list[Any]) -> dict[str, float]:
+    """Means of the first step's metrics over all ranks."""
+    metrics = Metrics()
+    for step_metrics, _ in ranks:
+        metrics.merge(step_metrics[0])
+    return metrics.means()
+
+
+def replaced(group: pa.RecordBatch, column: str, values: Any) -> pa.RecordBatch:
+    index = group.schema.names.index(column)
+    return group.set_column(index, group.schema.field(index), pa.array(values, group.column(column).type))
+
+
+def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
+    assert set(a) == set(b)
+    return max(float(np.abs(a[name] - b[name]).max()) for name in a)
+
+
+@pytest.fixture
+def source(tiny: Any, hf_model: Any) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in hf_model(tiny("qwen2")).state_dict().items()}
+
+
+def test_a_step_moves_every_weight(launch: Any, tiny: Any, make_groups: Any, source: Any) -> None:
+    ((_, weights),) = launch(1, update, tiny("qwen2"), [make_groups()])
+    assert set(weights) == set(source)
+    assert all(not np.array_equal(weights[name], source[name]) for name in source if "k_proj.bias" not in name)
+
+
+def test_ratio_is_exactly_1_with_one_step_a_batch(launch: Any, tiny: Any, make_groups: Any) -> None:
+    ((steps, _),) = launch(1, update, tiny("qwen2"), [make_groups()])
+    total, count = steps[0]["actor/ratio"]
+    assert total == count == steps[0]["actor/tokens"][0]
+    assert steps[0]["actor/kl"][0] == 0.0
+
+
+def test_old_logprobs_are_taken_before_the_first_of_several_steps(launch: Any, tiny: Any, make_groups: Any) -> None:
+    ((steps, _),) = launch(1, lambda *a: update(*a, epochs=2), tiny("qwen2"), [make_groups()])
+    total, count = steps[0]["actor/ratio"]
+    assert steps[0]["actor/loss"][1] == 2
+    assert total != count
+    assert steps[0]["actor/kl"][0] != 0.0
+
+
+def test_mini_batches_make_one_optimizer_step_each(launch: Any, tiny: Any, make_groups: Any) -> None:
+    ranks = launch(2, lambda *a: update(*a, dp=2, mini_batches=3), tiny("qwen2"), [make_groups()])
+    metrics = summed(ranks)
+    assert ranks[0][0][0]["actor/loss"][1] == 3
+    assert math.isfinite(metrics["actor/grad_norm"])
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2}])
+def test_layout_changes_neither_weights_nor_metrics(
+    launch: Any, tiny: Any, make_groups: Any, layout: dict[str, int]
+) -> None:
+    steps = [make_groups(seed=1), make_groups(seed=2)]
+    one = launch(1, update, tiny("qwen2"), steps)
+    two = launch(2, lambda *a: update(*a, **layout), tiny("qwen2"), steps)
+    assert summed(two) == pytest.approx(summed(one), rel=1e-5, abs=1e-6)
+    assert two[0][0][1]["actor/loss"][0] == pytest.approx(one[0][0][1]["actor/loss"][0], abs=1e-5)
+
+
+def test_empty_share_equals_one_rank(launch: Any, tiny: Any, make_groups: Any) -> None:
+    one = launch(1, update, tiny("qwen2"), [make_groups()])
+    two = launch(2, lambda *a: update(*a, True, dp=2), tiny("qwen2"), [make_groups()])
+    assert summed(two) == pytest.approx(summed(one), rel=1e-5, abs=1e-6)
+    assert distance(two[0][1], one[0][1]) <= 1e-5
+
+
+def test_batch_without_a_trained_token_changes_nothing(launch: Any, tiny: Any, make_groups: Any, source: Any) -> None:
+    groups = [
+        replaced(group, "loss_mask", [[False] * len(row) for row in group.column("loss_mask").to_pylist()])
+        for group in make_groups()
+    ]
+    ((steps, weights),) = launch(1, update, tiny("qwen2"), [groups])
+    assert steps[0]["actor/skipped_steps"] == (1.0, 1.0)
+    assert distance(weights, source) == 0.0
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}])
+def test_nan_advantage_skips_the_step_on_all_ranks(
+    launch: Any, tiny: Any, make_groups: Any, source: Any, layout: dict[str, int]
+) -> None:
+    groups = make_groups()
+    poisoned = [[math.nan] * len(row) for row in groups[1].column("advantages").to_pylist()]
+    bad = [groups[0], replaced(groups[1], "advantages", poisoned), *groups[2:]]
+    ranks = launch(math.prod(layout.values()), lambda *a: update(*a, **layout), tiny("qwen2"), [bad])
+    assert summed(ranks)["actor/skipped_steps"] == 1.0
+    assert distance(ranks[0][1], source) == 0.0
+
+
+def test_training_goes_on_after_a_skipped_step(launch: Any, tiny: Any, make_groups: Any) -> None:
+    groups = make_groups()
+    infinite = [[math.inf] * len(row) for row in groups[1].column("advantages").to_pylist()]
+    bad = [groups[0], replaced(groups[1], "advantages", infinite), *groups[2:]]
+    ((_, after),) = launch(1, update, tiny("qwen2"), [bad, groups])
+    ((_, without),) = launch(1, update, tiny("qwen2"), [groups])
+    assert distance(after, without) == 0.0
+
+
+def test_masked_slots_may_hold_anything(launch: Any, tiny: Any, make_groups: Any) -> None:
+    def filled(group: pa.RecordBatch) -> pa.RecordBatch:
+        masks = group.column("loss_mask").to_pylist()
+        for column, junk in (("advantages", math.nan), ("rollout_logprobs", 1e4), ("ref_logprobs", -math.inf)):
+            rows = zip(masks, group.column(column).to_pylist(), strict=True)
+            values = [[v if m else junk for m, v in zip(mask, row, strict=True)] for mask, row in rows]
+            group = replaced(group, column, values)
+        return group
+
+    settings = {"kl_coef": 0.1, "old_logprobs": "rollout"}
+    ((_, clean),) = launch(1, lambda *a: update(*a, **settings), tiny("qwen2"), [make_groups()])
+    filled_groups = [filled(group) for group in make_groups()]
+    ((_, junk),) = launch(1, lambda *a: update(*a, **settings), tiny("qwen2"), [filled_groups])
+    assert distance(junk, clean) == 0.0
+
+
+def test_mismatch_gate_stops_before_the_first_step(launch: Any, tiny: Any, make_groups: Any) -> None:
+    with pytest.raises(AssertionError, match=r"mean \|trainer - rollout\|.*max_mismatch=0.05.*weights are unchanged"):
+        launch(2, lambda *a: update(*a, max_mismatch=0.05, dp=2), tiny("qwen2"), [make_groups()])
+
+
+def test_warm_up_wastes_no_step(launch: Any, tiny: Any, make_groups: Any) -> None:
+    settings = {"lr": 1e-3, "warmup_steps": 1, "decay": "linear", "decay_steps": 3, "min_lr": 1e-4}
+    ((steps, _),) = launch(1, lambda *a: update(*a, **settings), tiny("qwen2"), [make_groups()] * 4)
+    assert [step["actor/lr"][0] for step in steps] == pytest.approx([5e-4, 1e-3, 5.5e-4, 1e-4])
+
+
+def test_bfloat16_trains(launch: Any, tiny: Any, make_groups: Any, source: Any) -> None:
+    ranks = launch(2, lambda *a: update(*a, dtype="bfloat16", tp=2), tiny("qwen2"), [make_groups()] * 2)
+    assert math.isfinite(summed(ranks)["actor/grad_norm"])
+    assert 0 < distance(ranks[0][1], source) < 0.1

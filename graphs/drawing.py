@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rollstream.graphs.weights import Weights
 
-
-class _Edge(Protocol):
-    @property
-    def producer(self) -> str: ...
-    @property
-    def consumers(self) -> tuple[str, ...]: ...
+if TYPE_CHECKING:
+    from rollstream.graphs.graph import EdgeSpec
 
 
-def draw(edges: Sequence[_Edge], source: str, weights: Weights | None) -> str:
+def draw(edges: Sequence[EdgeSpec], source: str, weights: Weights | None) -> str:
     """The drawing, with the weight edge below."""
     consumers = {e.producer: list(e.consumers) for e in edges}
     chain = _longest(source, consumers)

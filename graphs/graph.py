@@ -172,7 +172,7 @@ class Graph:
         if rollout is None or "max_tokens" not in rollout.settings() or not hasattr(source, "longest_prompt"):
             return []
         longest: int = getattr(source, "longest_prompt")()  # noqa: B009 - only some sources know it
-        limit: int | None = getattr(source, "context_limit", lambda: None)()
+        limit: int | None = getattr(source, "max_model_tokens")()  # noqa: B009
         wanted = longest + rollout.settings()["max_tokens"]
         if limit is not None and wanted > limit:
             return [

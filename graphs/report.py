@@ -23,12 +23,12 @@ from rollstream.graphs.stats import EdgeStats, Snapshot, StageStats, Step
 LEADING_METRICS = (
     "reward/mean",
     "reward/std",
-    "response/tokens",
+    "rollout/response_tokens",
     "actor/loss",
     "actor/kl",
     "actor/entropy",
     "actor/grad_norm",
-    "actor/clip_share",
+    "actor/clip_fraction",
     "time/step_s",
 )
 MAX_METRICS_SHOWN = 12

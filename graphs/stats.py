@@ -38,7 +38,7 @@ class StageStats:
 class Step:
     """One finished step, as `run()` yields it.
 
-    `metrics` holds means by name, such as "reward/mean", "response/tokens", "actor/loss", and the step's
+    `metrics` holds means by name, such as "reward/mean", "rollout/response_tokens", "actor/loss", and the step's
     "time/step_s"; `version` is the weights' version after the step.
     """
 

@@ -1,6 +1,64 @@
-"""rollstream: reinforcement-learning post-training as a Ray-native pipeline of composable stages."""
+"""rollstream: reinforcement-learning post-training as a Ray-native pipeline of composable stages.
 
-from rollstream.graphs import Bounds, Graph, Step, Weights, run
-from rollstream.placement import Bundle, Placement
+    rollouts = Rollout(Rollout.Config(...))(Prompts(Prompts.Config(...)))
+    scored = Reward(Reward.Config(function="exact_match"))(rollouts)
+    update = ActorUpdate(ActorUpdate.Config(...))(Advantage()(scored))
+    for step in run(Graph("mine", output=update, weights=Weights(update, to=rollouts)), steps=100):
+        print(step.metrics["reward/mean"])
 
-__all__ = ["Bounds", "Bundle", "Graph", "Placement", "Step", "Weights", "run"]
+Names are loaded when they are used: importing the package loads neither Ray nor torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollstream.graphs import Bounds, Graph, Step, Weights, run
+    from rollstream.graphs.recipes import GRPO, grpo
+    from rollstream.placement import Bundle, Placement
+    from rollstream.stages.actor import ActorUpdate
+    from rollstream.stages.advantage import Advantage
+    from rollstream.stages.logprob import RefLogprob
+    from rollstream.stages.prompts import Prompts
+    from rollstream.stages.reward import Reward, reward
+    from rollstream.stages.rollout import Rollout
+
+_HOMES = {
+    "rollstream.graphs": ("Bounds", "Graph", "Step", "Weights", "run"),
+    "rollstream.graphs.recipes": ("GRPO", "grpo"),
+    "rollstream.placement": ("Bundle", "Placement"),
+    "rollstream.stages.actor": ("ActorUpdate",),
+    "rollstream.stages.advantage": ("Advantage",),
+    "rollstream.stages.logprob": ("RefLogprob",),
+    "rollstream.stages.prompts": ("Prompts",),
+    "rollstream.stages.reward": ("Reward", "reward"),
+    "rollstream.stages.rollout": ("Rollout",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "GRPO",
+    "ActorUpdate",
+    "Advantage",
+    "Bounds",
+    "Bundle",
+    "Graph",
+    "Placement",
+    "Prompts",
+    "RefLogprob",
+    "Reward",
+    "Rollout",
+    "Step",
+    "Weights",
+    "grpo",
+    "reward",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'rollstream' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOME[name]), name)

@@ -100,7 +100,6 @@ def _transformer_config(config: HFConfig, tp: int, dtype: torch.dtype) -> Transf
         # The random start is overwritten, but building it marks which parameters are split between ranks: without
         # the marks gradient norms are wrong.
         perform_initialization=True,
-        use_cpu_initialization=True,
         # Fused kernels need packages that we do without.
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,

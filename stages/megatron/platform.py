@@ -37,6 +37,12 @@ _MEGATRON_MODULES = (
     "megatron.core.dist_checkpointing",
 )
 
+_TORCH_WARNINGS = (
+    r".*torch\.distributed.*is deprecated",
+    r"The \.grad attribute of a Tensor that is not a leaf",
+    r"Please use DTensor instead",
+)
+
 _prepared = False
 _cuda_index = 0
 
@@ -146,7 +152,9 @@ def _import_without_compiler() -> None:
 
 
 def _quieten() -> None:
-    """Megatron warns at each start about optional packages and about torch names that are deprecated."""
+    """Megatron's warnings are about optional packages and about its own use of torch. Those that torch raises within
+    `_CudaMeansCpu` seem to come from there: they are known by their text."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
-    warnings.filterwarnings("ignore", message=r".*torch\.distributed.*is deprecated")
+    for text in _TORCH_WARNINGS:
+        warnings.filterwarnings("ignore", message=text)
     logging.getLogger("megatron").setLevel(logging.ERROR)

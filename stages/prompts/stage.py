@@ -78,9 +78,7 @@ class Prompts(Source[Prompted]):
             if self.system is not None and not self.chat_template:
                 faults.append("system needs chat_template=True: without a template there is no system message")
             if self.too_long not in TOO_LONG:
-                faults.append(
-                    f"too_long must be one of the known, got {self.too_long!r}: " + known_names(self.too_long, TOO_LONG)
-                )
+                faults.append(f"too_long {self.too_long!r} is not known: {known_names(self.too_long, TOO_LONG)}")
             for name in ("max_prompt_tokens", "epochs"):
                 value = getattr(self, name)
                 if value is not None and value < 1:
@@ -109,7 +107,8 @@ class Prompts(Source[Prompted]):
 
     def setup(self, world: World) -> None:
         self._checked()
-        self._open()
+        self._rows()
+        self._render()
 
     def close(self) -> None:
         if self._store is not None:
@@ -136,7 +135,7 @@ class Prompts(Source[Prompted]):
 
     def rows(self, skip: frozenset[int], start: int) -> Iterator[pa.RecordBatch]:
         kept, config = self._checked().kept, self.config
-        store, renderer = self._open()
+        store, renderer = self._rows(), self._render()
         end = None if config.epochs is None else config.epochs * len(kept)
         order, order_epoch, position = np.array([], np.int64), -1, start
         while end is None or position < end:
@@ -151,31 +150,44 @@ class Prompts(Source[Prompted]):
     def fingerprint(self) -> str:
         """SHA-256 of the rows that are used, their order, and all that changes their text; not of the path."""
         found, config = self._checked(), self.config
-        _, renderer = self._open()
         digest = hashlib.sha256(found.kept.tobytes())
-        parts = [found.digest, config.prompt, config.answer, config.shuffle, config.seed, renderer.template]
+        parts = [found.digest, config.prompt, config.answer, config.shuffle, config.seed, self._render().template]
         digest.update(json.dumps(parts).encode())
         return digest.hexdigest()
 
-    def _open(self) -> tuple[RowStore, Renderer]:
-        """Rows and tokenizer, read in this process where they were not yet."""
+    def _rows(self) -> RowStore:
+        """The rows, read in this process where they were not yet."""
         config = self.config
         if self._store is None:
-            self._store = RowStore(
+            store = RowStore(
                 Path(config.path), prompt=config.prompt, answer=config.answer, chat_template=config.chat_template
             )
-            if self._survey is not None and self._survey.digest != self._store.digest:
+            if self._survey is not None and self._survey.digest != store.digest:
                 raise DataError(
                     f"{config.path!r} is not the data that were checked: it changed, or differs on this host"
                 )
+            self._store = store
+        return self._store
+
+    def _render(self) -> Renderer:
         if self._renderer is None:
+            config = self.config
             self._renderer = Renderer(Path(config.model), system=config.system, chat_template=config.chat_template)
-        return self._store, self._renderer
+        return self._renderer
 
     def _surveyed(self) -> Survey:
+        """Raises DataError with all that is wrong with the file as a whole and with the model folder."""
         if self._survey is None:
-            limit = self._limit()
-            self._survey = survey(*self._open(), limit=limit, skip_too_long=self.config.too_long == "skip")
+            faults: list[str] = []
+            for check in (self._rows, self._limit, self._render):
+                try:
+                    check()
+                except DataError as error:
+                    faults += error.faults
+            if faults:
+                raise DataError(faults)
+            skip = self.config.too_long == "skip"
+            self._survey = survey(self._rows(), self._render(), limit=self._limit(), skip_too_long=skip)
         return self._survey
 
     def _checked(self) -> Survey:
@@ -187,13 +199,17 @@ class Prompts(Source[Prompted]):
     def _limit(self) -> int:
         """Longest prompt in tokens; the model needs room for at least one token more."""
         model, wanted = self.max_model_tokens(), self.config.max_prompt_tokens
-        if model is None and wanted is None:
-            raise DataError(f"config.json of {self.config.model!r} gives no longest sequence: set max_prompt_tokens")
-        if model is not None and wanted is not None and wanted >= model:
+        if model is None:
+            if wanted is None:
+                raise DataError(
+                    f"config.json of {self.config.model!r} gives no longest sequence: set max_prompt_tokens"
+                )
+            return wanted
+        if wanted is not None and wanted >= model:
             raise DataError(
                 f"max_prompt_tokens must be less than the model's longest sequence of {model} tokens, got {wanted}"
             )
-        return wanted or (model or 1) - 1
+        return wanted or model - 1
 
 
 def _group(record: Record, renderer: Renderer, *, epoch: int, position: int) -> pa.RecordBatch:

@@ -15,11 +15,11 @@ cloudpickle.register_pickle_by_value(toys)
 
 @pytest.fixture(scope="session", autouse=True)
 def cluster(tmp_path_factory):
-    """Eight logical CPUs; the dashboard is off."""
+    """Eight logical CPUs; the dashboard serves the table of actors."""
     ray.init(
         address="local",
         num_cpus=8,
-        include_dashboard=False,
+        include_dashboard=True,
         log_to_driver=False,
         _temp_dir=str(tmp_path_factory.mktemp("r", numbered=False)),
     )

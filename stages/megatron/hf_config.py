@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 #: Architectures with a table of weights, and what is particular to each: biases on query, key and value; normalised
-#: query and key heads. Their weights carry the names in `weights.LAYER_RULES`; another architecture is added in both.
+#: query and key heads. Their weights carry the names in `rules.LAYER_RULES`; another architecture is added in both.
 ARCHITECTURES: Mapping[str, Mapping[str, bool]] = {
     "LlamaForCausalLM": {"qkv_bias": False, "qk_norm": False},
     "Qwen2ForCausalLM": {"qkv_bias": True, "qk_norm": False},
@@ -101,7 +101,7 @@ def _faults(values: dict[str, Any]) -> list[str]:
     if names[0] not in ARCHITECTURES:
         return [
             f"architecture {names[0]} has no table of weights; known: {', '.join(ARCHITECTURES)} "
-            "(a table is added in rollstream/stages/megatron, hf_config.py and weights.py)"
+            "(a table is added in rollstream/stages/megatron, hf_config.py and rules.py)"
         ]
     faults: list[str] = []
     needed = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")

@@ -15,7 +15,6 @@ from rollstream.stages.megatron.hf_config import HFConfig
 class Rule:
     """`names` are the Hugging Face tensors, `kind` is how a rank's part is made of them:
 
-    rows      its slice of the first axis
     columns   its slice of the second axis
     copy      the whole
     gate_up   its rows of gate, then its rows of up

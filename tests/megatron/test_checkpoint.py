@@ -29,7 +29,10 @@ def train(
     save_after: int | None,
     folder: Path,
 ) -> tuple[list[Any], dict[str, np.ndarray]]:
-    """Losses, learning rates and random draws of `steps`, and the weights. Saves after step `save_after`; None: begins by loading."""
+    """Losses, learning rates and random draws of `steps`, and the weights at the end.
+
+    Saves before step `save_after`, counted from 0; None begins by loading.
+    """
     config = ActorUpdate.Config(model=str(model), groups_per_step=2, max_mismatch=None, **SETTINGS, **layout)
     stage = ActorUpdate(config)
     stage.setup(world)

@@ -112,6 +112,23 @@ def test_empty_share_equals_one_rank(launch: Any, tiny: Any, make_groups: Any) -
     assert distance(two[0][1], one[0][1]) <= 1e-5
 
 
+def test_ranks_run_as_many_micro_batches(launch: Any, tiny: Any, make_groups: Any) -> None:
+    def count(world: World) -> int:
+        config = ActorUpdate.Config(
+            model=str(tiny("llama")), groups_per_step=4, dp=2, micro_batch_size=2, max_mismatch=None
+        )
+        stage = ActorUpdate(config)
+        stage.setup(world)
+        run, seen = stage.session._trainer.forward_backward, []
+        stage.session._trainer.forward_backward = lambda batches, loss: (seen.append(len(batches)), run(batches, loss))[
+            1
+        ]
+        stage.update(make_groups()[: 3 - world.rank * 2])
+        return seen[0]
+
+    assert launch(2, count) == [5, 5]
+
+
 def test_batch_without_a_trained_token_changes_nothing(launch: Any, tiny: Any, make_groups: Any, source: Any) -> None:
     groups = [
         replaced(group, "loss_mask", [[False] * len(row) for row in group.column("loss_mask").to_pylist()])
@@ -132,6 +149,15 @@ def test_nan_advantage_skips_the_step_on_all_ranks(
     ranks = launch(math.prod(layout.values()), lambda *a: update(*a, **layout), tiny("qwen2"), [bad])
     assert summed(ranks)["actor/skipped_steps"] == 1.0
     assert distance(ranks[0][1], source) == 0.0
+
+
+def test_gradient_that_overflows_skips_the_step(launch: Any, tiny: Any, make_groups: Any, source: Any) -> None:
+    groups = make_groups()
+    huge = [[1e30] * len(row) for row in groups[1].column("advantages").to_pylist()]
+    ((steps, weights),) = launch(1, update, tiny("qwen2"), [[groups[0], replaced(groups[1], "advantages", huge)]])
+    assert steps[0]["actor/skipped_steps"] == (1.0, 1.0)
+    assert "actor/grad_norm" not in steps[0]
+    assert distance(weights, source) == 0.0
 
 
 def test_training_goes_on_after_a_skipped_step(launch: Any, tiny: Any, make_groups: Any) -> None:

@@ -44,9 +44,10 @@ class Checkpoints:
         self.keep_last = keep_last
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write step `step` into."""
+        """An empty folder to write step `step` into; what a run that died left half written is removed."""
+        for left in self.root.glob(".step_*.writing"):
+            shutil.rmtree(left)
         folder = self.root / f".step_{step:06d}.writing"
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return folder
 
@@ -106,4 +107,5 @@ def check_same_run(saved: RunState, now: RunState) -> None:
         )
 
 
-MAY_CHANGE = frozenset({"max_groups", "max_bytes", "lease_s", "timeout_s", "micro_batch_size"})
+#: Of `path`, the data's fingerprint tells whether it matters.
+MAY_CHANGE = frozenset({"max_groups", "max_bytes", "lease_s", "timeout_s", "micro_batch_size", "path"})

@@ -3,7 +3,7 @@
     producer --put--> [ waiting | leased ] --lease / ack--> each consumer, by a cursor of its own
 
 A group stays until every consumer has acked it. A lease that is not acked in time is given out again. `has_room` is
-false past the bounds, and then the producer is not pulled: pressure, never a drop. `admit` caps how many groups a
+false past the bounds, and then the producers are not pulled: pressure, never a drop. `admit` caps how many groups a
 consumer may take in all, which is how staleness is bounded before compute is spent.
 
     >>> queue = EdgeQueue("a -> b", ["b"], max_groups=2, max_bytes=100, lease_s=60, clock=lambda: 0.0)
@@ -17,12 +17,14 @@ consumer may take in all, which is how staleness is bounded before compute is sp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollstream.graphs.stats import EdgeStats
 from rollstream.stages.base import Metric
+from rollstream.stages.errors import WiringError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,8 @@ class Failure:
 
 
 class EdgeQueue:
-    """State of one edge. Times come from `clock`, in seconds."""
+    """State of one edge. Times come from `clock`, in seconds. There is room for `min_groups` whatever the bounds: a
+    consumer that needs so many at once would wait for ever behind an edge that is full with fewer."""
 
     def __init__(
         self,
@@ -60,9 +63,11 @@ class EdgeQueue:
         max_bytes: int,
         lease_s: float,
         clock: Callable[[], float],
+        min_groups: int = 0,
     ):
         self.name = name
         self.max_groups, self.max_bytes, self.lease_s = max_groups, max_bytes, lease_s
+        self.min_groups = min_groups
         self.failure: Failure | None = None
         self.closed = False
         self._clock = clock
@@ -73,10 +78,18 @@ class EdgeQueue:
         self._cursors = {c: _Cursor() for c in consumers}
 
     def put(self, item: Item) -> bool:
-        """Takes a group in; false if it was here before (a producer that was restarted may repeat itself)."""
+        """Takes a group in; false if it was here before: a group whose lease ran out may be made twice.
+
+        Raises WiringError where another group that is still here has its id.
+        """
         assert not self.closed, f"{self.name} is closed"
         if item.order in self._seen:
             return False
+        if (twin := self._items.get(item.group_id)) is not None:
+            raise WiringError(
+                f"{self.name}: the groups at positions {twin.order} and {item.order} are both called "
+                f"{item.group_id!r}; a source must give each group an id of its own"
+            )
         self._seen.add(item.order)
         self._items[item.group_id] = item
         self._put_at[item.group_id] = self._clock()
@@ -86,12 +99,15 @@ class EdgeQueue:
         return True
 
     def has_room(self) -> bool:
-        """Whether one more group may be pulled. The bounds may be passed by that one group only."""
-        return len(self._items) < self.max_groups and self._bytes < self.max_bytes
+        """Whether one more group may be pulled. The bounds may be passed by that one group only, of each producer."""
+        held = len(self._items)
+        return held < self.min_groups or (held < self.max_groups and self._bytes < self.max_bytes)
 
-    def lease(self, consumer: str, at_most: int, *, fill: bool = False) -> list[Item]:
+    def lease(self, consumer: str, at_most: int, *, fill: bool = False, keep: bool = False) -> list[Item]:
         """Up to `at_most` groups, in order of arrival. With `fill`: all of them, or fewer only where no more can be
-        had before the next `admit`, the end, or room; so that how groups fall into leases does not depend on time."""
+        had before the next `admit`, the end, or room; so that how groups fall into leases does not depend on time.
+        With `keep` the lease never ends: for a consumer that may hold groups for long and without which there is no
+        run."""
         self._expire()
         cursor = self._cursors[consumer]
         most = at_most if cursor.admitted is None else min(at_most, cursor.admitted - cursor.taken)
@@ -100,18 +116,20 @@ class EdgeQueue:
         taken = cursor.waiting[: max(most, 0)]
         del cursor.waiting[: len(taken)]
         for group_id in taken:
-            cursor.leased[group_id] = self._clock() + self.lease_s
+            cursor.leased[group_id] = math.inf if keep else self._clock() + self.lease_s
         cursor.taken += len(taken)
         return [self._items[g] for g in taken]
 
     def ack(self, consumer: str, group_ids: Sequence[str]) -> None:
-        """The consumer is done with these groups for good; an ack of a group already acked is ignored."""
+        """The consumer is done with these groups for good; an ack of a group already acked is ignored. An ack that
+        comes after its lease ran out still counts, so that the group is not taken again."""
         cursor = self._cursors[consumer]
         for group_id in group_ids:
             if cursor.leased.pop(group_id, None) is None:
                 if group_id not in cursor.waiting:
                     continue
                 cursor.waiting.remove(group_id)
+                cursor.taken += 1
             if not any(group_id in c.leased or group_id in c.waiting for c in self._cursors.values()):
                 self._bytes -= self._items.pop(group_id).nbytes
                 del self._put_at[group_id]
@@ -171,5 +189,5 @@ class _Cursor:
     def __init__(self) -> None:
         self.waiting: list[str] = []
         self.leased: dict[str, float] = {}  # group -> deadline
-        self.taken = 0
+        self.taken = 0  # leased or acked
         self.admitted: int | None = None

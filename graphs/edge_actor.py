@@ -1,6 +1,6 @@
 """An edge as a Ray actor: pulls its producers' streaming generators, and so owns what they make.
 
-    host.produce()  -- Item, RecordBatch, Item, RecordBatch ... -->  EdgeActor  -- lease -->  host / runner
+    host.produce()  -- RecordBatch, Item, RecordBatch, Item ... -->  EdgeActor  -- lease -->  host / runner
 
 Because the edge is the caller, it owns every object; a producer that dies takes nothing with it that it had already
 put out. The generators are never retried by Ray: sampling is not repeatable from the middle.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,29 +48,42 @@ class UpstreamFailed(Exception):
 class EdgeActor:
     """Async actor around an `EdgeQueue`."""
 
-    def __init__(self, name: str, consumers: Sequence[str], max_groups: int, max_bytes: int, lease_s: float):
+    def __init__(
+        self, name: str, consumers: Sequence[str], max_groups: int, max_bytes: int, lease_s: float, min_groups: int
+    ):
         self._queue = EdgeQueue(
-            name, consumers, max_groups=max_groups, max_bytes=max_bytes, lease_s=lease_s, clock=time.monotonic
+            name,
+            consumers,
+            max_groups=max_groups,
+            max_bytes=max_bytes,
+            lease_s=lease_s,
+            clock=time.monotonic,
+            min_groups=min_groups,
         )
         self._changed = asyncio.Condition()
 
     async def pull(self, stage: str, producers: Sequence[Any]) -> None:
-        """Pulls all replicas of `stage` until they end; ends the edge with them. Returns at once when it failed."""
+        """Pulls all replicas of `stage` until they end; ends the edge with them, or at once with the first error."""
+        pulls = [asyncio.ensure_future(self._pull(stage, p)) for p in producers]
         try:
-            await asyncio.gather(*(self._pull(stage, p) for p in producers))
-        except _Failed as failed:
-            self._queue.fail(failed.failure)
+            await asyncio.gather(*pulls)
+        except Exception as error:  # noqa: BLE001 - the process boundary: carried on, down the edge
+            self._queue.fail(as_failure(error, stage))
         else:
             self._queue.close()
+        for pull in pulls:
+            pull.cancel()
         await self._notify()
 
-    async def lease(self, consumer: str, at_most: int, *, fill: bool = False, timeout_s: float = 10.0) -> Lease:
+    async def lease(
+        self, consumer: str, at_most: int, *, fill: bool = False, keep: bool = False, timeout_s: float = 10.0
+    ) -> Lease:
         """Up to `at_most` groups; waits up to `timeout_s` for the first, then comes back empty."""
         give_up = time.monotonic() + timeout_s
         while True:
             if self._queue.failure is not None:
                 return Lease(ended=True, failure=self._queue.failure)
-            items = self._queue.lease(consumer, at_most, fill=fill)
+            items = self._queue.lease(consumer, at_most, fill=fill, keep=keep)
             drained, ended = self._queue.drained(consumer), self._queue.ended(consumer)
             left = give_up - time.monotonic()
             if items or ended or left <= 0:
@@ -107,24 +121,16 @@ class EdgeActor:
         stream = producer.produce.options(
             num_returns="streaming", _generator_backpressure_num_objects=GENERATOR_AHEAD
         ).remote()
-        try:
-            while True:
-                await self._room()
-                head_ref = await anext(stream, None)
-                if head_ref is None:
-                    return
-                head: Item = await head_ref
-                part = await anext(stream)
-                self._queue.put(dataclasses.replace(head, parts=(*head.parts, part)))
-                await self._notify()
-        except (RayError, StageError, UpstreamFailed) as error:
-            raise _Failed(as_failure(error, stage)) from error
-
-
-class _Failed(Exception):
-    def __init__(self, failure: Failure):
-        self.failure = failure
-        super().__init__(failure)
+        while True:
+            await self._room()
+            part = await anext(stream, None)
+            if part is None:
+                return
+            head_ref = await anext(stream, None)
+            # A stream that fails ends in an object that holds the error: a head, or a part without a head.
+            head: Item = await (part if head_ref is None else head_ref)
+            self._queue.put(dataclasses.replace(head, parts=(*head.parts, part)))
+            await self._notify()
 
 
 def as_failure(error: BaseException, stage: str) -> Failure:
@@ -136,9 +142,15 @@ def as_failure(error: BaseException, stage: str) -> Failure:
         return Failure(
             stage=cause.stage, subject=cause.subject, cause=cause.cause, plugin=isinstance(cause, PluginError)
         )
-    return Failure(stage=stage, subject="", cause=f"{type(error).__name__}: {error}")
+    if isinstance(error, RayError):  # its text has the other process's traceback, or how that process ended
+        return Failure(stage=stage, subject="", cause=f"{type(error).__name__}: {error}")
+    return Failure(stage=stage, subject="", cause="".join(traceback.format_exception(error)))
 
 
-def make_edge(name: str, consumers: Sequence[str], *, max_groups: int, max_bytes: int, lease_s: float) -> Any:
+def make_edge(
+    name: str, consumers: Sequence[str], *, max_groups: int, max_bytes: int, lease_s: float, min_groups: int = 0
+) -> Any:
     """Starts an edge. It has no CPU of its own."""
-    return actors.start(EdgeActor, name, list(consumers), max_groups, max_bytes, lease_s, max_concurrency=1000)
+    return actors.start(
+        EdgeActor, name, list(consumers), max_groups, max_bytes, lease_s, min_groups, max_concurrency=1000
+    )

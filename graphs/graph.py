@@ -40,6 +40,8 @@ class EdgeSpec:
 
     producer: str
     consumers: tuple[str, ...]
+    #: Room that there always is, whatever the bounds: the update stage needs so many groups before it acks any.
+    min_groups: int = 0
 
     @property
     def name(self) -> str:
@@ -83,7 +85,17 @@ class Graph:
                 names = consumers.setdefault(taken.stage.name, [])
                 if stream.stage.name not in names:
                     names.append(stream.stage.name)
-        return tuple(EdgeSpec(producer=p, consumers=tuple(c)) for p, c in consumers.items())
+        update, ahead = self.update.name, self.max_groups_ahead
+        return tuple(
+            EdgeSpec(producer=p, consumers=tuple(c), min_groups=ahead if update in c else 0)
+            for p, c in consumers.items()
+        )
+
+    @property
+    def max_groups_ahead(self) -> int:
+        """Groups that may be under way and not yet trained, by the staleness allowed."""
+        step = self.update.groups_per_step
+        return self.weights.admitted(0, step) if self.weights else step
 
     @property
     def source(self) -> Source[Any]:
@@ -113,7 +125,7 @@ class Graph:
     def faults(self) -> list[str]:
         """Everything wrong with the wiring, and with each stage's settings and data."""
         wiring = self._wiring_faults()
-        own = [f"{name}: {fault}" for name, stage in self.stages.items() for fault in stage.faults()]
+        own = [f"{s.stage.name}: {fault}" for s in self.streams for fault in s.stage.faults()]
         return wiring + own + ([] if own else self._agreement_faults())
 
     def check(self) -> None:
@@ -131,21 +143,38 @@ class Graph:
         sources = [s.stage.name for s in self.streams if isinstance(s.stage, Source)]
         if len(sources) != 1:
             faults.append(f"a graph has one source, this one has {len(sources)}: {', '.join(sources) or 'none'}")
-        if self.rollout is not None and self.weights is None:
-            faults.append(
-                f"{self.rollout.name} would sample from its first weights for ever: "
-                "give the graph weights=Weights(update, to=rollouts)"
-            )
-        if self.weights is not None:
-            if self.weights.source is not self.output:
-                faults.append("Weights: the source must be the graph's output")
-            if self.weights.to not in self.streams:
-                faults.append(f"Weights: {self.weights.to.stage.name!r} is not a stage of this graph")
+        faults += [
+            f"{s.stage.name} takes {len(s.inputs)} streams ({', '.join(s.inputs)}): only an update stage joins streams"
+            for s in self.streams
+            if len(s.inputs) > 1 and not isinstance(s.stage, UpdateStage)
+        ]
+        faults += self._weights_faults()
         step = self.update.groups_per_step
         if self.bounds.max_groups < step:
             faults.append(
                 f"an edge holds at most {self.bounds.max_groups} groups, but one step of {self.update.name} needs "
                 f"{step}: it would wait for ever; raise Bounds.max_groups"
+            )
+        return faults
+
+    def _weights_faults(self) -> list[str]:
+        rollouts = [s.stage.name for s in self.streams if isinstance(s.stage, RolloutStage)]
+        if len(rollouts) > 1:
+            return [f"a graph has one rollout stage at most, this one has {len(rollouts)}: {', '.join(rollouts)}"]
+        if self.weights is None:
+            return [
+                f"{name} would sample from its first weights for ever: "
+                "give the graph weights=Weights(update, to=rollouts)"
+                for name in rollouts
+            ]
+        faults: list[str] = []
+        if self.weights.source is not self.output:
+            faults.append("Weights: the source must be the graph's output")
+        if self.weights.to not in self.streams:
+            faults.append(f"Weights: {self.weights.to.stage.name!r} is not a stage of this graph")
+        elif not isinstance(self.weights.to.stage, RolloutStage):
+            faults.append(
+                f"Weights: {self.weights.to.stage.name!r} takes no weights; send them to the rollout stage's own stream"
             )
         return faults
 
@@ -168,7 +197,8 @@ class Graph:
         return faults + self._length_faults()
 
     def _length_faults(self) -> list[str]:
-        source, rollout = self.source, self.rollout
+        source = next((s.stage for s in self.streams if isinstance(s.stage, Source)), None)
+        rollout = self.rollout
         if rollout is None or "max_tokens" not in rollout.settings() or not hasattr(source, "longest_prompt"):
             return []
         longest: int = getattr(source, "longest_prompt")()  # noqa: B009 - only some sources know it

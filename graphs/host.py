@@ -94,7 +94,7 @@ class StageHost:
     # Streaming stages -------------------------------------------------------------------------------------------
 
     def produce(self) -> Iterator[Item | pa.RecordBatch]:
-        """This stage's output for the edge that calls it: an Item, then the RecordBatch that it adds, and so on."""
+        """This stage's output for the edge that calls it: a RecordBatch that it adds, then the Item, and so on."""
         stage = self._stage
         if isinstance(stage, Source):
             yield from self._produce_source(stage)
@@ -114,8 +114,8 @@ class StageHost:
     def _produce_source(self, source: Source[Any]) -> Iterator[Item | pa.RecordBatch]:
         rows = source.rows(self._links.skip, self._links.start)
         while (group := self._work("rows", lambda: next(rows, None))) is not None:
-            yield self._head(group, version=0)
             yield compact(group)
+            yield self._head(group, version=0)
 
     def _produce_mapped(self, stage: MapStage[Any, Any]) -> Iterator[Item | pa.RecordBatch]:
         for items in self._leases(at_most=1):
@@ -124,6 +124,7 @@ class StageHost:
                 group = self._fetch(item.parts)
                 part = self._work(item.group_id, lambda group=group: stage.run(group))
                 get_all(helping, f"the ranks of {stage.name} on {item.group_id}", timeout_s=CALL_S)
+                yield compact(part)
                 yield Item(
                     group_id=item.group_id,
                     order=item.order,
@@ -133,7 +134,6 @@ class StageHost:
                     num_rows=item.num_rows,
                     metrics={**item.metrics, **stage.metrics.take()},
                 )
-                yield compact(part)
                 self._ack(item)
 
     def _produce_rollouts(self, stage: RolloutStage[Any, Any]) -> Iterator[Item | pa.RecordBatch]:
@@ -144,9 +144,15 @@ class StageHost:
             samples = stage.run(prompts)
             what = ", ".join(by_group)
             while (group := self._work(what, lambda samples=samples: next(samples, None))) is not None:
-                yield self._head(group, version=self._version)
+                head = self._head(group, version=self._version)
+                item = by_group.pop(head.group_id, None)
+                if item is None:
+                    raise StageError(stage.name, head.group_id, "It put out this group twice, or was never given it.")
                 yield compact(group)
-                self._ack(by_group[group.column("group_id")[0].as_py()])
+                yield head
+                self._ack(item)
+            if by_group:
+                raise StageError(stage.name, ", ".join(by_group), "It ended without samples for these groups.")
 
     def _take_weights(self, stage: RolloutStage[Any, Any]) -> None:
         """The newest weights, if they are newer than those that the engine has."""

@@ -58,7 +58,8 @@ class Joiner:
         """Takes what comes within `timeout_s`; the number of complete groups. Raises the first error of the run."""
         for index, edge in enumerate(self._edges):
             if index not in self._ended and index not in self._calls.values():
-                self._calls[edge.lease.remote(self._consumer, self._at_most, timeout_s=LEASE_WAIT_S)] = index
+                call = edge.lease.remote(self._consumer, self._at_most, keep=True, timeout_s=LEASE_WAIT_S)
+                self._calls[call] = index
         done, _ = ray.wait(list(self._calls), num_returns=1, timeout=timeout_s) if self._calls else ([], [])
         for call in done:
             self._receive(self._calls.pop(call), get(call, "an edge of the update stage", timeout_s=LEASE_WAIT_S))
@@ -88,6 +89,7 @@ class Joiner:
             self._held[index][item.group_id] = item
             if all(item.group_id in held for held in self._held):
                 self._ready.append(Joined(items=tuple(held.pop(item.group_id) for held in self._held)))
+        assert not self.ended or not any(self._held), f"groups came on some edges only: {self._held}"
 
 
 def as_error(failure: Failure) -> StageError:

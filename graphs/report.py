@@ -9,6 +9,7 @@ stages    how each one's time splits into computing and waiting
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from types import TracebackType
 
@@ -38,7 +39,7 @@ _REFRESHES_PER_S = 4
 
 
 class LiveView:
-    """Shows a run on `console`, by default standard output.
+    """Shows a run on `console`, by default standard error: standard output stays the script's.
 
     with LiveView() as view:
         view.show(snapshot)       # as often as there is news
@@ -46,12 +47,14 @@ class LiveView:
     """
 
     def __init__(self, console: Console | None = None):
-        self._console = console or Console()
+        self._console = console or Console(stderr=True)
         self._live: Live | None = None
 
     def __enter__(self) -> LiveView:
         if self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=_REFRESHES_PER_S)
+            self._live = Live(
+                console=self._console, refresh_per_second=_REFRESHES_PER_S, redirect_stdout=sys.stdout.isatty()
+            )
             self._live.start()
         return self
 

@@ -15,9 +15,12 @@ from rollstream.graphs.options import RunOptions
 from rollstream.graphs.report import LiveView
 from rollstream.graphs.stats import EdgeStats, Snapshot, StageStats, Step
 from rollstream.graphs.stop import StopFlag
+from rollstream.graphs.wait import get
 from rollstream.stages.errors import StalledError
 
 LOOK_EVERY_S = 1.0
+#: Reading an answer that is there already.
+CALL_S = 10.0
 
 
 class Watch:
@@ -29,7 +32,8 @@ class Watch:
         self._view = LiveView()
         self._begun = self._moved = time.monotonic()
         self._looked = 0.0
-        self._asked: dict[Any, str] = {}
+        self._told_stop = False
+        self._asked: dict[Any, tuple[str, str, int]] = {}  # open call -> what, name, number of the actor
         self._edges: dict[str, EdgeStats] = {}
         self._stages: dict[str, dict[int, StageStats]] = {}
         self._metrics: Mapping[str, float] = {}
@@ -57,6 +61,9 @@ class Watch:
     def look(self) -> None:
         """Takes in what has been answered, asks again, shows it. Raises StalledError past the stall limit."""
         now = time.monotonic()
+        if self.stop.signal and not self._told_stop:
+            self._told_stop = True
+            self.message("stopping; a second signal ends the run at once")
         if now - self._looked < LOOK_EVERY_S:
             return
         self._looked = now
@@ -69,11 +76,11 @@ class Watch:
     def _ask(self) -> None:
         waiting = set(self._asked.values())
         for producer, edge in self._crew.edges.items():
-            if (key := f"edge {producer}") not in waiting:
+            if (key := ("edge", producer, 0)) not in waiting:
                 self._asked[edge.stats.remote()] = key
         for name, replicas in self._crew.hosts.items():
             for number, host in enumerate(h for replica in replicas for h in replica):
-                if (key := f"stage {name} {number}") not in waiting:
+                if (key := ("stage", name, number)) not in waiting:
                     self._asked[host.stats.remote()] = key
 
     def _take(self) -> None:
@@ -81,15 +88,15 @@ class Watch:
             return
         done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
         for call in done:
-            kind, name, *number = self._asked.pop(call).split(" ")
-            answer = ray.get(call, timeout=LOOK_EVERY_S)
+            kind, name, number = self._asked.pop(call)
+            answer = get(call, f"the edge after {name}" if kind == "edge" else name, timeout_s=CALL_S)
             if kind == "edge":
                 before = self._edges.get(name)
                 if before is None or answer.total_groups != before.total_groups:
                     self.moved()
                 self._edges[name] = answer
             else:
-                self._stages.setdefault(name, {})[int(number[0])] = answer
+                self._stages.setdefault(name, {})[number] = answer
 
     def _snapshot(self, now: float) -> Snapshot:
         return Snapshot(

@@ -16,7 +16,7 @@ import numpy as np
 
 from rollstream.graphs import actors
 from rollstream.stages.base import Stream
-from rollstream.stages.errors import ConfigError
+from rollstream.stages.errors import ConfigError, WiringError
 from rollstream.stages.schema import Rollouts, Trained
 
 BUCKET_BYTES = 64 * 1024 * 1024
@@ -35,6 +35,14 @@ class Weights:
     max_staleness: int = 0
 
     def __post_init__(self) -> None:
+        ends: dict[str, object] = {"source": self.source, "to": self.to}
+        faults = [
+            f"Weights' {name} must be a stream (a stage called on a stream), got {type(stream).__name__}"
+            for name, stream in ends.items()
+            if not isinstance(stream, Stream)
+        ]
+        if faults:
+            raise WiringError(faults)
         if self.max_staleness < 0:
             raise ConfigError(f"max_staleness must be 0 or more, got {self.max_staleness}")
 

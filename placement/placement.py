@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from rollstream.stages.errors import PlacementError
+from rollstream.stages.names import known_names
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
@@ -26,6 +27,12 @@ class Bundle:
 
     cpus: float = 1.0
     gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.cpus, self.gpus) < 0 or self.cpus + self.gpus == 0:
+            raise PlacementError(f"a bundle has CPUs or GPUs, and none below 0; got cpus={self.cpus}, gpus={self.gpus}")
+        if self.gpus > 1 and self.gpus != int(self.gpus):
+            raise PlacementError(f"gpus above 1 must be a whole number, got {self.gpus}")
 
     def __str__(self) -> str:
         return f"{self.cpus:g} CPU" + (f" + {self.gpus:g} GPU" if self.gpus else "")
@@ -88,6 +95,19 @@ class Placement:
     #: A bundle with a GPU is asked for where the cluster has one.
     find_gpu: bool = False
 
+    def __post_init__(self) -> None:
+        faults = [f"replicas of {stage!r} must be at least 1, got {n}" for stage, n in self.replicas.items() if n < 1]
+        if self.bundles is not None and not self.bundles:
+            faults.append("bundles must not be empty; None gives each stage one")
+        if self.strategy not in get_args(Strategy):
+            faults.append(
+                f"strategy is not known, got {self.strategy!r}: {known_names(self.strategy, get_args(Strategy))}"
+            )
+        if self.threads < 0:
+            faults.append(f"threads must be 0 or more, got {self.threads}")
+        if faults:
+            raise PlacementError(faults)
+
     @classmethod
     def auto(cls, *, threads: int = 0) -> Placement:
         """All stages share one bundle, which has a GPU where the cluster has one."""
@@ -122,9 +142,8 @@ class Placement:
         """Seats for every actor. Raises PlacementError, listing every unknown stage and bundle."""
         names = [d.stage for d in demands]
         faults = [
-            f"placement names stage {s!r}; the graph has {', '.join(names)}"
-            for s in {*self.stages, *self.replicas}
-            if s not in names
+            f"placement names stage {s!r}, which the graph does not have; {known_names(s, names)}"
+            for s in sorted({*self.stages, *self.replicas} - set(names))
         ]
         bundles = self.bundles or tuple(Bundle() for _ in demands)
         if self.find_gpu and cluster_gpus >= 1 and any(d.uses_device for d in demands):
@@ -135,7 +154,8 @@ class Placement:
             indices = [want] * demand.num_actors if isinstance(want, int) else list(want)
             if len(indices) != demand.num_actors:
                 faults.append(
-                    f"stage {demand.stage!r} has {demand.num_actors} actors, the placement gives {len(indices)} bundles"
+                    f"stage {demand.stage!r} has {demand.num_actors} actors, the placement names {len(indices)} "
+                    "bundles for them: give one number for all, or one for each"
                 )
             faults += [
                 f"stage {demand.stage!r} is placed in bundle {i}; there are bundles 0 to {len(bundles) - 1}"
@@ -153,7 +173,7 @@ class Placement:
 def _shares(
     bundles: Sequence[Bundle], demands: Sequence[Demand], chosen: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[Seat, ...]]:
-    """Equal shares of a bundle for all who sit in it, of its GPU for those who use one."""
+    """Equal shares of a bundle for all who sit in it, of its GPUs for those who use one."""
     sitting = [0] * len(bundles)
     using_gpu = [0] * len(bundles)
     for demand in demands:
@@ -165,12 +185,23 @@ def _shares(
             Seat(
                 bundle=index,
                 cpus=_floor(bundles[index].cpus / sitting[index]),
-                gpus=_floor(bundles[index].gpus / using_gpu[index]) if demand.uses_device else 0.0,
+                gpus=_gpu_share(bundles[index].gpus, using_gpu[index]) if demand.uses_device else 0.0,
             )
             for index in chosen[demand.stage]
         )
         for demand in demands
     }
+
+
+def _gpu_share(gpus: float, users: int) -> float:
+    """The largest share that Ray can give to each: whole GPUs, or an equal part of one that lies on no two.
+
+    >>> _gpu_share(8, 3), _gpu_share(2, 3), _gpu_share(0.5, 2)
+    (2.0, 0.5, 0.25)
+    """
+    if gpus >= users:
+        return float(gpus // users)
+    return _floor(min(gpus, 1.0) / math.ceil(users / max(gpus, 1.0)))
 
 
 def _floor(share: float) -> float:

@@ -8,7 +8,7 @@ import ray
 from ray import cloudpickle
 
 sys.path.insert(0, str(Path(__file__).parent))
-import toys  # noqa: E402
+import toys
 
 cloudpickle.register_pickle_by_value(toys)
 

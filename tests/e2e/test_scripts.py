@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.e2e
 
-SCRIPT = '''
+SCRIPT = """
 import json, sys
 from rollstream import GRPO, ActorUpdate, Placement, Prompts, Reward, Rollout, grpo, run
 
@@ -38,7 +38,7 @@ graph = grpo(GRPO(
 ))
 for step in run(graph, steps=6, out="run", save_every=1, placement=Placement.auto(threads=1)):
     print(json.dumps([step.index, step.metrics["actor/loss"], step.metrics["reward/mean"]]), flush=True)
-'''
+"""
 
 
 @pytest.fixture
@@ -74,9 +74,7 @@ def test_killed_and_resumed_it_gives_the_same_losses_bit_for_bit(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -2)])
-def test_a_signal_ends_the_run_with_a_checkpoint(
-    script, python, train, tiny_chat_model, sums, tmp_path, number, code
-):
+def test_a_signal_ends_the_run_with_a_checkpoint(script, python, train, tiny_chat_model, sums, tmp_path, number, code):
     process = script(python, train, tiny_chat_model, sums, "share_of_a")
     process.stdout.readline()
     process.send_signal(number)

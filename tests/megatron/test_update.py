@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -151,22 +152,30 @@ def test_nan_advantage_skips_the_step_on_all_ranks(
     assert distance(ranks[0][1], source) == 0.0
 
 
-def test_gradient_that_overflows_skips_the_step(launch: Any, tiny: Any, make_groups: Any, source: Any) -> None:
+@pytest.mark.parametrize("advantage", [math.inf, 1e30], ids=["loss not finite", "gradient norm overflows"])
+def test_skipped_step_leaves_no_trace(launch: Any, tiny: Any, make_groups: Any, advantage: float) -> None:
     groups = make_groups()
-    huge = [[1e30] * len(row) for row in groups[1].column("advantages").to_pylist()]
-    ((steps, weights),) = launch(1, update, tiny("qwen2"), [[groups[0], replaced(groups[1], "advantages", huge)]])
-    assert steps[0]["actor/skipped_steps"] == (1.0, 1.0)
-    assert "actor/grad_norm" not in steps[0]
-    assert distance(weights, source) == 0.0
-
-
-def test_training_goes_on_after_a_skipped_step(launch: Any, tiny: Any, make_groups: Any) -> None:
-    groups = make_groups()
-    infinite = [[math.inf] * len(row) for row in groups[1].column("advantages").to_pylist()]
-    bad = [groups[0], replaced(groups[1], "advantages", infinite), *groups[2:]]
-    ((_, after),) = launch(1, update, tiny("qwen2"), [bad, groups])
+    values = [[advantage] * len(row) for row in groups[1].column("advantages").to_pylist()]
+    bad = [groups[0], replaced(groups[1], "advantages", values), *groups[2:]]
+    ((steps, after),) = launch(1, update, tiny("qwen2"), [bad, groups])
     ((_, without),) = launch(1, update, tiny("qwen2"), [groups])
-    assert distance(after, without) == 0.0
+    assert [step["actor/skipped_steps"][0] for step in steps] == [1.0, 0.0]
+    assert "actor/grad_norm" not in steps[0]
+    assert distance(after, without) == 0.0  # Adam's moments and step count are as new
+
+
+def test_loss_that_is_not_finite_skips_the_step(launch: Any, tiny: Any, make_groups: Any, source: Any) -> None:
+    def poisoned(world: World) -> tuple[Any, dict[str, np.ndarray]]:
+        stage = ActorUpdate(ActorUpdate.Config(model=str(tiny("qwen2")), groups_per_step=4, max_mismatch=None))
+        stage.setup(world)
+        trainer = stage.session._trainer
+        run = trainer.forward_backward
+        trainer.forward_backward = lambda *a: [dataclasses.replace(report, loss=math.nan) for report in run(*a)]
+        return stage.update(make_groups())["actor/skipped_steps"], dict(stage.weights())
+
+    ((skipped, weights),) = launch(1, poisoned)
+    assert skipped == (1.0, 1.0)
+    assert distance(weights, source) == 0.0
 
 
 def test_masked_slots_may_hold_anything(launch: Any, tiny: Any, make_groups: Any) -> None:

@@ -18,6 +18,11 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 #: Of the dequantised tensors, in the order of their names: what every machine must get.
 TENSORS_SHA256 = "3c5fdee91060c09a103a3ace048e09657659253dda455eaa5b13bcd2d5525f3b"
 
+#: Stands before every task, so that the model sees the form.
+EXAMPLE_SUM = "12 + 3 = 15"
+LARGEST_SUM = 50
+NUM_HELDOUT = 128
+
 
 def cache_folder() -> Path:
     return Path(os.environ.get("ROLLSTREAM_CACHE", "~/.cache/rollstream")).expanduser()
@@ -61,3 +66,33 @@ def _dequantise(package: Path, folder: Path) -> None:
     (writing / "complete.json").write_text(json.dumps({"sha256": digest.hexdigest()}))
     shutil.rmtree(folder, ignore_errors=True)
     writing.rename(folder)
+
+
+def prompts() -> tuple[Path, Path]:
+    """Parquet files of sums to train on and of 128 others held out, each with a prompt, its answer and where
+    reasoning-gym has it from."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import reasoning_gym
+
+    folder = cache_folder() / f"sums-{metadata.version('reasoning-gym')}"
+    train, heldout = folder / "train.parquet", folder / "heldout.parquet"
+    if not heldout.is_file():
+        tasks = reasoning_gym.create_dataset(
+            "basic_arithmetic", size=20_000, seed=7, min_terms=2, max_terms=2, min_digits=1, max_digits=2,
+            operators=["+"], allow_parentheses=False, allow_negation=False,
+        )  # fmt: skip
+        rows = {
+            task["metadata"]["expression"]: {
+                "prompt": f"{EXAMPLE_SUM}\n{task['metadata']['expression']} =",
+                "answer": task["answer"],
+                "source_index": task["metadata"]["source_index"],
+            }
+            for task in tasks
+            if int(task["answer"]) <= LARGEST_SUM
+        }
+        distinct = list(rows.values())
+        folder.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(distinct[NUM_HELDOUT:]), train)
+        pq.write_table(pa.Table.from_pylist(distinct[:NUM_HELDOUT]), heldout)
+    return train, heldout

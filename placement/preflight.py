@@ -50,7 +50,8 @@ def _laid(wanted: Sequence[Bundle], free: Sequence[Free], *, alone: bool, tries:
 
 
 def _fits(bundle: Bundle, node: Free) -> bool:
-    return node[0] >= bundle.cpus and node[1] >= bundle.gpus
+    rounding = 1e-6  # ten bundles of 0.1 are one CPU
+    return node[0] + rounding >= bundle.cpus and node[1] + rounding >= bundle.gpus
 
 
 def _total(plan: Plan) -> Bundle:

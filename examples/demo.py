@@ -22,9 +22,9 @@ from rollstream import GRPO, ActorUpdate, Graph, Prompts, RefLogprob, Reward, Ro
 
 
 @reward
-def number_alone(response: str, target: str) -> float:
-    """1 for the right number alone; 0.3 where it comes first and more follows."""
-    if response.strip() == target:
+def number_alone(response: str, target: str, finish_reason: str) -> float:
+    """1 for the right number and then the end; 0.3 where more follows. A response cut off at max_tokens did not end."""
+    if response.strip() == target and finish_reason == "stop":
         return 1.0
     first = re.search(r"\d+", response)
     return 0.3 if first and first[0] == target else 0.0
@@ -39,7 +39,7 @@ def graph(model: Path, prompts: Path) -> Graph:
             reward=Reward.Config(function=number_alone),
             ref=RefLogprob.Config(model=str(model)),
             actor=ActorUpdate.Config(
-                model=str(model), groups_per_step=16, lr=2e-5, warmup_steps=3, betas=(0.9, 0.95), kl_coef=0.005
+                model=str(model), groups_per_step=8, lr=3e-5, warmup_steps=3, betas=(0.9, 0.95), kl_coef=0.005, micro_batch_size=32
             ),
         )
     )

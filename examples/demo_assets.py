@@ -18,8 +18,8 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 #: Of the dequantised tensors, in the order of their names: what every machine must get.
 TENSORS_SHA256 = "3c5fdee91060c09a103a3ace048e09657659253dda455eaa5b13bcd2d5525f3b"
 
-#: Stands before every task, so that the model sees the form.
-EXAMPLE_SUM = "12 + 3 = 15"
+#: A chat whose answer is begun: what is left to say is the number.
+FORM = "<|im_start|>user\n{0}<|im_end|>\n<|im_start|>assistant\n{0} ="
 LARGEST_SUM = 50
 NUM_HELDOUT = 128
 
@@ -84,7 +84,7 @@ def prompts() -> tuple[Path, Path]:
         )  # fmt: skip
         rows = {
             task["metadata"]["expression"]: {
-                "prompt": f"{EXAMPLE_SUM}\n{task['metadata']['expression']} =",
+                "prompt": FORM.format(task["metadata"]["expression"]),
                 "answer": task["answer"],
                 "source_index": task["metadata"]["source_index"],
             }

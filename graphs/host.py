@@ -52,12 +52,14 @@ class StageHost:
 
     def __init__(self, stage: Stage[Any, Any], world: World):
         self._stage = stage
-        self._world = world
         self._links = Links()
         self._version = -1
         self._started = time.monotonic()
         self._busy_s = 0.0
         self._working: tuple[str, float] | None = None
+        threads = (world.threads or max((os.cpu_count() or 1) // world.size, 1)) if stage.uses_device else 1
+        self._world = dataclasses.replace(world, threads=threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray says 1; math libraries read it when they are first loaded
 
     # Life -------------------------------------------------------------------------------------------------------
 
@@ -68,8 +70,7 @@ class StageHost:
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def setup(self, address: str, port: int) -> None:
-        threads = (self._world.threads or os.cpu_count() or 1) if self._stage.uses_device else 1
-        world = dataclasses.replace(self._world, address=address, port=port, threads=threads)
+        world = dataclasses.replace(self._world, address=address, port=port)
         self._work("set-up", lambda: self._stage.setup(world))
 
     def connect(self, links: Links) -> None:

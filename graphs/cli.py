@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from rollstream.graphs.options import OVERRIDES
-from rollstream.stages.errors import RollstreamError
+from rollstream.stages.errors import RollstreamError, StageError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Reinforcement-learning post-training on Ray.")
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -84,6 +84,8 @@ def main() -> None:
     """Entry point. An error of ours is its message and exit code 1; a Ctrl-C is 130."""
     try:
         app()
+    except StageError:  # the run has told it
+        raise SystemExit(1) from None
     except RollstreamError as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         raise SystemExit(1) from None

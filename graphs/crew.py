@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from rollstream.graphs.ledger import Ledger
 from rollstream.graphs.wait import get, get_all
 from rollstream.graphs.weights import make_weight_store
 from rollstream.placement import Demand, Placement, Plan, Seat, check_cluster
-from rollstream.stages.base import Source, World
+from rollstream.stages.base import Source, UpdateStage, World
 from rollstream.stages.errors import PlacementError
 
 PLACE_S = 60.0
@@ -39,6 +38,9 @@ def demands(graph: Graph, placement: Placement) -> list[Demand]:
 
 def plan_on_cluster(graph: Graph, placement: Placement) -> Plan:
     """The plan for the cluster that Ray is connected to. Raises PlacementError if it can never be placed."""
+    for name, count in placement.replicas.items():
+        if count > 1 and isinstance(graph.stages.get(name), Source | UpdateStage):
+            raise PlacementError(f"stage {name!r} cannot have {count} replicas: sources and update stages have one")
     nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
     plan = placement.plan(demands(graph, placement), cluster_gpus=sum(n.get("GPU", 0) for n in nodes))
     check_cluster(plan, nodes)
@@ -76,6 +78,7 @@ class Crew:
                 max_groups=bounds.max_groups,
                 max_bytes=bounds.max_bytes,
                 lease_s=bounds.lease_s,
+                min_groups=spec.min_groups,
             )
             for spec in graph.edges
         }
@@ -174,15 +177,15 @@ def _host(graph: Graph, stage: str, rank: int, seat: Seat, group: Any, threads: 
         num_gpus=seat.gpus,
         concurrency_groups={"control": 1},
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, seat.bundle),
-        runtime_env={"env_vars": _environment()},
+        runtime_env={"env_vars": _environment(seat)},
     )
 
 
-def _environment() -> dict[str, str]:
-    """What every stage process needs set before its first import."""
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"} | {
-        name: os.environ[name] for name in ("OMP_WAIT_POLICY",) if name in os.environ
-    }
+def _environment(seat: Seat) -> dict[str, str]:
+    """What a stage process needs set before its first import. Without a share of a GPU it must not see one: Ray would
+    leave all of them in sight."""
+    common = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return common if seat.gpus else common | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def balance(sizes: Sequence[int], shares: int) -> list[list[int]]:

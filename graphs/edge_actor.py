@@ -148,7 +148,7 @@ def as_failure(error: BaseException, stage: str) -> Failure:
 
 
 def make_edge(
-    name: str, consumers: Sequence[str], *, max_groups: int, max_bytes: int, lease_s: float, min_groups: int = 0
+    name: str, consumers: Sequence[str], *, max_groups: int, max_bytes: int, lease_s: float, min_groups: int
 ) -> Any:
     """Starts an edge. It has no CPU of its own."""
     return actors.start(

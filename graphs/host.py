@@ -76,9 +76,6 @@ class StageHost:
     def connect(self, links: Links) -> None:
         self._links = links
 
-    def close(self) -> None:
-        self._stage.close()
-
     @ray.method(concurrency_group="control")
     def stats(self) -> StageStats:
         working = self._working

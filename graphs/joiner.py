@@ -1,10 +1,12 @@
-"""The update stage's inlet: leases on all its input edges, joined by group.
+"""The update stage's inlet: leases on all its input edges, joined by group, given out in the order of the prompts.
 
-The driver holds references and counts only; the rows stay where they are.
+Only that order keeps `max_staleness`: group i was admitted for step i // groups_per_step, and a later step would find
+it too old. A slow group holds up those after it; none is dropped. The driver holds references and counts only.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ import ray
 
 from rollstream.graphs.edge import Failure, Item
 from rollstream.graphs.edge_actor import Lease
+from rollstream.graphs.ledger import Ledger
 from rollstream.graphs.wait import get
 from rollstream.stages.errors import PluginError, StageError
 
@@ -43,19 +46,23 @@ class Joined:
 
 
 class Joiner:
-    """Keeps one lease call open on each edge and pairs what comes."""
+    """Keeps one lease call open on each edge and pairs what comes. Groups that `ledger` has as trained do not come."""
 
-    def __init__(self, consumer: str, edges: Sequence[Any], *, at_most: int):
+    def __init__(self, consumer: str, edges: Sequence[Any], *, at_most: int, ledger: Ledger):
         self._consumer = consumer
         self._edges = list(edges)
         self._at_most = at_most
         self._calls: dict[Any, int] = {}  # open call -> edge
         self._held: list[dict[str, Item]] = [{} for _ in edges]
         self._ended: set[int] = set()
-        self._ready: list[Joined] = []
+        self._complete: dict[int, Joined] = {}  # by order
+        self._ready: list[Joined] = []  # complete, and so are all before them
+        ahead = frozenset(ledger.ahead)
+        self._orders = (order for order in itertools.count(ledger.frontier) if order not in ahead)
+        self._next = next(self._orders)
 
     def poll(self, timeout_s: float) -> int:
-        """Takes what comes within `timeout_s`; the number of complete groups. Raises the first error of the run."""
+        """Takes what comes within `timeout_s`; the number of groups ready. Raises the first error of the run."""
         for index, edge in enumerate(self._edges):
             if index not in self._ended and index not in self._calls.values():
                 call = edge.lease.remote(self._consumer, self._at_most, keep=True, timeout_s=LEASE_WAIT_S)
@@ -66,9 +73,9 @@ class Joiner:
         return len(self._ready)
 
     def take(self, most: int) -> list[Joined]:
-        """Up to `most` complete groups, the first to be complete, in the order of their prompts."""
+        """Up to `most` groups, in the order of their prompts."""
         taken, self._ready = self._ready[:most], self._ready[most:]
-        return sorted(taken, key=lambda j: j.order)
+        return taken
 
     @property
     def ended(self) -> bool:
@@ -88,8 +95,13 @@ class Joiner:
         for item in lease.items:
             self._held[index][item.group_id] = item
             if all(item.group_id in held for held in self._held):
-                self._ready.append(Joined(items=tuple(held.pop(item.group_id) for held in self._held)))
-        assert not self.ended or not any(self._held), f"groups came on some edges only: {self._held}"
+                self._complete[item.order] = Joined(items=tuple(held.pop(item.group_id) for held in self._held))
+        while (joined := self._complete.pop(self._next, None)) is not None:
+            self._ready.append(joined)
+            self._next = next(self._orders)
+        if self.ended:
+            assert not any(self._held), f"groups came on some edges only: {self._held}"
+            assert not self._complete, f"group {self._next} never came, these did: {sorted(self._complete)}"
 
 
 def as_error(failure: Failure) -> StageError:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollstream.stages.errors import ConfigError
+from rollstream.stages.names import known_names
 
 #: The command line's overrides reach a script's `run` through this variable, as a JSON object.
 OVERRIDES = "ROLLSTREAM_RUN"
@@ -58,10 +59,21 @@ class RunOptions:
         if faults:
             raise ConfigError(faults)
 
+    @classmethod
+    def of(cls, **given: Any) -> RunOptions:
+        """From names and values. Raises ConfigError for a name that is none, with those that it may have meant."""
+        names = [f.name for f in dataclasses.fields(cls)]
+        if wrong := [name for name in given if name not in names]:
+            raise ConfigError([f"run has no option {name!r}: {known_names(name, names)}" for name in wrong])
+        return cls(**given)
+
     def overridden(self, environment: Mapping[str, str]) -> RunOptions:
         """With the command line's overrides, if there are any."""
-        given: dict[str, Any] = json.loads(environment.get(OVERRIDES, "{}"))
-        return dataclasses.replace(self, **given)
+        try:
+            given: dict[str, Any] = json.loads(environment.get(OVERRIDES, "{}"))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{OVERRIDES} must hold a JSON object: {error}") from None
+        return RunOptions.of(**vars(self) | given)
 
     def folder(self, graph: str) -> Path:
         """The run's folder, absolute. In a Ray job a relative one is taken from $ROLLSTREAM_HOME (~/rollstream), for

@@ -37,7 +37,7 @@ from rollstream.graphs.wait import get_all
 from rollstream.graphs.watch import Watch
 from rollstream.placement import Placement
 from rollstream.stages.base import Metrics
-from rollstream.stages.errors import CheckpointError, StageError
+from rollstream.stages.errors import CheckpointError, RollstreamError
 
 #: A step in flight gets so long to end after a stop signal; then the run ends without it.
 GRACE_S = 20.0
@@ -63,7 +63,7 @@ def run(
     >>> for step in run(graph, steps=20):                                                       # doctest: +SKIP
     ...     print(step.index, step.metrics["reward/mean"])
     """
-    given = RunOptions(steps=steps, out=out, resume=resume, **options).overridden(os.environ)
+    given = RunOptions.of(steps=steps, out=out, resume=resume, **options).overridden(os.environ)
     graph.check()
     placement = placement or Placement.auto()
     if given.dry_run:
@@ -88,9 +88,9 @@ class _Run:
     def steps(self) -> Iterator[Step]:
         with connected(), StopFlag() as stop:
             plan = plan_on_cluster(self.graph, self.placement)
-            keeper = Keeper(self.graph, self.options, self.folder, plan, self.found[1] if self.found else None)
             self.crew = Crew.start(self.graph, plan, self.placement)
             self.watch = Watch(self.graph, self.crew, self.options, stop)
+            keeper = Keeper(self.graph, self.options, self.folder, plan, self.found[1] if self.found else None)
             status = "FAILED"
             try:
                 with self.watch:
@@ -98,17 +98,25 @@ class _Run:
                     yield from self._loop(keeper, stop)
                     self._finish(keeper, stop)
                 status = "KILLED" if stop.signal else "FINISHED"
-            except StageError as error:
-                self.watch.message(str(error))
-                raise
             except GeneratorExit:
                 self._commit(keeper)
                 status = "KILLED"
+                raise
+            except RollstreamError as error:
+                self._rescue(keeper, error)
                 raise
             finally:
                 self.crew.stop()
                 keeper.finish(status)
             stop.exit()
+
+    def _rescue(self, keeper: Keeper, error: RollstreamError) -> None:
+        """Tells the error at once, and keeps what was trained before it where the update stage still can."""
+        self.watch.message(str(error))
+        try:
+            self._commit(keeper)
+        except RollstreamError as second:
+            self.watch.message(f"no checkpoint of step {self.step}, the last is of step {self.saved_step}: {second}")
 
     def _start(self, keeper: Keeper) -> None:
         self.watch.message(f"{self.graph}\n{self.folder}\nloading models ...")
@@ -126,15 +134,18 @@ class _Run:
     def _loop(self, keeper: Keeper, stop: StopFlag) -> Iterator[Step]:
         update = self.graph.update
         edges = [self.crew.edges[p] for p in self.graph.inputs_of(update.name).values()]
-        joiner = Joiner(update.name, edges, at_most=update.groups_per_step)
+        joiner = Joiner(update.name, edges, at_most=update.groups_per_step, ledger=self.ledger)
         while self.options.steps is None or self.step < self.options.steps:
             begun = time.monotonic()
             groups = self._wait_for_groups(joiner, update.groups_per_step)
             if not groups:
+                if not stop.signal and self.options.steps is not None:
+                    self.watch.message(f"the prompts ended after {self.step} of {self.options.steps} steps")
                 return
             waited = time.monotonic()
             metrics = self._update(groups)
             if metrics is None:
+                self.watch.message(f"step {self.step + 1} did not end within {GRACE_S:g} s and is given up")
                 return
             updated = time.monotonic()
             self.version += 1
@@ -149,7 +160,9 @@ class _Run:
             step = Step(index=self.step, version=self.version, metrics=metrics, checkpoint=self._save_if_due(keeper))
             keeper.step(step, groups[0])
             self.watch.step(step)
+            del groups  # their rows need not outlive the step
             yield step
+            self.watch.moved()
             if stop.signal:
                 return
 

@@ -173,7 +173,7 @@ class Source(Stage[Any, Out], Stream[Out]):
     @abstractmethod
     def rows(self, skip: frozenset[int], start: int) -> Iterator[pa.RecordBatch]:
         """Groups in the order of the run from position `start` on, less the positions in `skip`; the same groups for
-        the same settings, always. Column `order` holds the position."""
+        the same settings, always. Column `order` holds the position; positions have no gaps."""
 
     @abstractmethod
     def fingerprint(self) -> str:

@@ -71,7 +71,7 @@ class RefLogprob(MapStage[Rollouts, WithRef]):
         return self.config.tp
 
     def faults(self) -> list[str]:
-        return [f"{self.name}: {fault}" for fault in Layout(tp=self.config.tp).faults(self.config.model)]
+        return Layout(tp=self.config.tp).faults(self.config.model)
 
     def setup(self, world: World) -> None:
         from rollstream.stages.megatron.session import RefSession

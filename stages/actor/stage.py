@@ -139,7 +139,7 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
         return self.layout.share_of(rank)
 
     def faults(self) -> list[str]:
-        return [f"{self.name}: {fault}" for fault in self.layout.faults(self.config.model)]
+        return self.layout.faults(self.config.model)
 
     def setup(self, world: World) -> None:
         from rollstream.stages.megatron.session import ActorSession

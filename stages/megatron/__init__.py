@@ -13,7 +13,7 @@
     rules          Hugging Face names and Megatron's parts; weights reads and gathers by them, export writes a folder
     checkpoint     everything that a resumed run needs
     parallel       the process group and Megatron's groups
-    platform       Megatron without CUDA; mcore is all that we import of Megatron, once the platform is prepared
+    cpu_platform   Megatron without CUDA; mcore is all that we import of Megatron, once the platform is prepared
 
 Only the first two may be imported on the driver: the others load torch and Megatron.
 """

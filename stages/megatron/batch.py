@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from rollstream.stages.megatron import platform
+from rollstream.stages.megatron import cpu_platform
 from rollstream.stages.megatron.mcore import PackedSeqParams
 
 
@@ -138,4 +138,4 @@ def _packed(full: Sequence[tuple[int, Sample]], lengths: Sequence[int]) -> Micro
 
 
 def _on_device(values: np.ndarray) -> Tensor:
-    return torch.from_numpy(values).to(platform.device())
+    return torch.from_numpy(values).to(cpu_platform.device())

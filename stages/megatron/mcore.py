@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-from rollstream.stages.megatron import platform
+from rollstream.stages.megatron import cpu_platform
 
-platform.prepare()
+cpu_platform.prepare()
 
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as state

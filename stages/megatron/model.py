@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollstream.stages.megatron import platform
+from rollstream.stages.megatron import cpu_platform
 from rollstream.stages.megatron.batch import MicroBatch
 from rollstream.stages.megatron.hf_config import HFConfig
 from rollstream.stages.megatron.layers import PackedAttention, RMSNorm
@@ -73,7 +73,7 @@ def build(config: HFConfig, dtype: torch.dtype) -> Model:
     )
     if config.rope_type != "default":
         model.rotary_pos_emb.inv_freq = _scaled_frequencies(config)
-    return model.to(platform.device())
+    return model.to(cpu_platform.device())
 
 
 def _transformer_config(config: HFConfig, tp: int, dtype: torch.dtype) -> TransformerConfig:
@@ -133,4 +133,4 @@ def _scaled_frequencies(config: HFConfig) -> Tensor:
     frequencies, attention_factor = ROPE_INIT_FUNCTIONS[config.rope_type](settings, torch.device("cpu"))
     if attention_factor != 1.0:
         raise ValueError(f"rope type {config.rope_type!r} with attention factor {attention_factor} is not supported")
-    return frequencies.to(platform.device())
+    return frequencies.to(cpu_platform.device())

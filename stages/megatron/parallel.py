@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from rollstream.stages.base import World
-from rollstream.stages.megatron import platform
+from rollstream.stages.megatron import cpu_platform
 from rollstream.stages.megatron.layout import Layout
 from rollstream.stages.megatron.mcore import model_parallel_cuda_manual_seed, state
 
@@ -31,8 +31,8 @@ def init(world: World, layout: Layout, seed: int) -> None:
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
-        platform.choose_device(world.rank)
-        torch.cuda.set_device(platform.device())
+        cpu_platform.choose_device(world.rank)
+        torch.cuda.set_device(cpu_platform.device())
     if world.size == 1:  # nobody to meet: take no port
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
     else:
@@ -67,7 +67,7 @@ def sum_over_shares(values: torch.Tensor) -> torch.Tensor:
 
 def max_over_shares(value: int) -> int:
     """Largest over the data-parallel ranks; collective."""
-    largest = torch.tensor(value, device=platform.device())
+    largest = torch.tensor(value, device=cpu_platform.device())
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=state.get_data_parallel_group())
     return int(largest)
 

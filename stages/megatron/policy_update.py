@@ -16,7 +16,7 @@ import pyarrow as pa
 import torch
 
 from rollstream.stages.base import Metric, Metrics
-from rollstream.stages.megatron import parallel, platform
+from rollstream.stages.megatron import cpu_platform, parallel
 from rollstream.stages.megatron.batch import MicroBatch, Sample, cut, empty, read_samples
 from rollstream.stages.megatron.objective import Denominators, Objective
 from rollstream.stages.megatron.trainer import Trainer
@@ -116,11 +116,11 @@ def _parts(samples: Sequence[Sample], count: int) -> list[Sequence[Sample]]:
 def _denominators(batches: Sequence[MicroBatch]) -> Denominators:
     tokens = sum(int(batch.columns["loss_mask"].sum()) for batch in batches)
     samples = sum(len(batch.lengths) for batch in batches)
-    counts = torch.tensor([tokens, samples], dtype=torch.int64, device=platform.device())
+    counts = torch.tensor([tokens, samples], dtype=torch.int64, device=cpu_platform.device())
     num_tokens, num_samples = parallel.sum_over_shares(counts).tolist()
     return Denominators(num_tokens=num_tokens, num_samples=num_samples)
 
 
 def _over_shares(*values: float) -> list[float]:
-    totals = torch.tensor(values, dtype=torch.float64, device=platform.device())
+    totals = torch.tensor(values, dtype=torch.float64, device=cpu_platform.device())
     return parallel.sum_over_shares(totals).tolist()

@@ -12,8 +12,8 @@ import pyarrow as pa
 from rollstream.stages.base import Metric, World
 from rollstream.stages.megatron import checkpoint, export, parallel, weights
 from rollstream.stages.megatron.batch import cut, read_samples
+from rollstream.stages.megatron.cpu_platform import on_platform
 from rollstream.stages.megatron.layout import Layout
-from rollstream.stages.megatron.platform import on_platform
 from rollstream.stages.megatron.policy import Policy
 from rollstream.stages.megatron.policy_update import PolicyUpdate
 from rollstream.stages.megatron.trainer import Trainer

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch import distributed as dist
 
-from rollstream.stages.megatron import platform, rules
+from rollstream.stages.megatron import cpu_platform, rules
 from rollstream.stages.megatron.hf_config import HFConfig
 from rollstream.stages.megatron.mcore import state
 from rollstream.stages.megatron.model import Model, padded_vocab_size
@@ -84,7 +84,7 @@ def export(model: Model, config: HFConfig) -> Iterator[tuple[str, Tensor]]:
     """
     for name, parameter in model.named_parameters():
         rule = rules.rule_of(name)
-        with platform.on_platform():  # not around the yield: the caller is not on the platform
+        with cpu_platform.on_platform():  # not around the yield: the caller is not on the platform
             parts = _gather(parameter.detach(), rule.kind)
             tensors = [_host_copy(t) for t in rules.split(rule.kind, parts, config)] if parts else []
         yield from zip(rule.names, tensors, strict=False)

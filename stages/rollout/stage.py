@@ -101,19 +101,18 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
         """Whether the folder holds a model and a tokenizer, and whether the settings fit the model."""
         folder = Path(self.config.model)
         if not (folder / "config.json").is_file():
-            return [f"{self.name}: model must be a folder with a config.json, got {self.config.model!r}"]
+            return [f"model must be a folder with a config.json, got {self.config.model!r}"]
         faults: list[str] = []
         if not any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")):
-            faults.append(f"{self.name}: the model folder {self.config.model!r} must hold a tokenizer; save it there")
+            faults.append(f"the model folder {self.config.model!r} must hold a tokenizer; save it there")
         settings = json.loads((folder / "config.json").read_text())
         vocabulary, context = settings.get("vocab_size"), settings.get("max_position_embeddings")
         too_high = [i for i in self.config.stop_token_ids if vocabulary is not None and i >= vocabulary]
         if too_high:
-            faults.append(f"{self.name}: stop_token_ids must be below the model's {vocabulary} tokens, got {too_high}")
+            faults.append(f"stop_token_ids must be below the model's {vocabulary} tokens, got {too_high}")
         if context is not None and self.config.max_tokens >= context:
             faults.append(
-                f"{self.name}: max_tokens must be below the model's context of {context} tokens, "
-                f"got {self.config.max_tokens}"
+                f"max_tokens must be below the model's context of {context} tokens, got {self.config.max_tokens}"
             )
         return faults
 

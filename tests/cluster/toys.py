@@ -132,10 +132,15 @@ class Count(UpdateStage[Advantaged, Trained]):
     def update(self, groups):
         time.sleep(self.config.sleep_s)
         rows = [
-            {"rank": self.rank, "order": g.column("order")[0].as_py(), "made_by": g.column("weight_version")[0].as_py()[0],
-             "trained_at": self.version, "columns": g.schema.names}
+            {
+                "rank": self.rank,
+                "order": g.column("order")[0].as_py(),
+                "made_by": g.column("weight_version")[0].as_py()[0],
+                "trained_at": self.version,
+                "columns": g.schema.names,
+            }
             for g in groups
-        ]  # fmt: skip
+        ]
         with open(f"{self.config.diary}.{self.rank}", "a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         self.version += 1

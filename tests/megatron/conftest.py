@@ -16,9 +16,9 @@ import pyarrow as pa
 import pytest
 
 from rollstream.stages.base import World
-from rollstream.stages.megatron import platform
+from rollstream.stages.megatron import cpu_platform
 
-platform.prepare()  # once, here: a forked rank starts at once
+cpu_platform.prepare()  # once, here: a forked rank starts at once
 
 import torch  # noqa: E402
 

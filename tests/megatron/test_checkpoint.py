@@ -12,8 +12,8 @@ import torch
 
 from rollstream.stages.actor import ActorUpdate
 from rollstream.stages.base import World
+from rollstream.stages.megatron.cpu_platform import on_platform
 from rollstream.stages.megatron.mcore import get_cuda_rng_tracker
-from rollstream.stages.megatron.platform import on_platform
 
 pytestmark = pytest.mark.megatron
 

@@ -7,6 +7,7 @@ import pytest
 from rollstream.graphs.edge import Failure, Item
 from rollstream.graphs.edge_actor import Lease
 from rollstream.graphs.joiner import Joiner
+from rollstream.graphs.ledger import Ledger
 from rollstream.stages.errors import PluginError
 
 
@@ -17,23 +18,39 @@ def lease(*orders: int, version: int = 0, drained: bool = False, nbytes: int = 1
 
 @pytest.fixture
 def joiner() -> Joiner:
-    return Joiner("actor", ["scored edge", "ref edge"], at_most=4)
+    return Joiner("actor", ["scored edge", "ref edge"], at_most=4, ledger=Ledger())
 
 
 def test_a_group_is_complete_when_all_edges_have_brought_it(joiner):
     joiner._receive(0, lease(0, 1))
     assert joiner.take(4) == []
-    joiner._receive(1, lease(1))
-    assert [g.group_id for g in joiner.take(4)] == ["g1"]
     joiner._receive(1, lease(0))
     assert [g.group_id for g in joiner.take(4)] == ["g0"]
+    joiner._receive(1, lease(1))
+    assert [g.group_id for g in joiner.take(4)] == ["g1"]
 
 
-def test_a_step_takes_the_first_complete_in_order_of_prompts(joiner):
+def test_groups_come_in_the_order_of_their_prompts_whatever_is_complete_first(joiner):
     joiner._receive(0, lease(0, 1, 2, 3))
-    joiner._receive(1, lease(3, 1, 0))
-    assert [g.order for g in joiner.take(2)] == [1, 3]
-    assert [g.order for g in joiner.take(2)] == [0]
+    joiner._receive(1, lease(3, 1))
+    assert joiner.take(4) == []
+    joiner._receive(1, lease(0))
+    assert [g.order for g in joiner.take(4)] == [0, 1]
+    joiner._receive(1, lease(2))
+    assert [g.order for g in joiner.take(1)] == [2]
+    assert [g.order for g in joiner.take(4)] == [3]
+
+
+def test_after_a_resume_it_waits_for_no_group_that_is_trained():
+    joiner = Joiner("actor", ["edge"], at_most=4, ledger=Ledger(2, {3}))
+    joiner._receive(0, lease(4, 2))
+    assert [g.order for g in joiner.take(4)] == [2, 4]
+
+
+def test_a_group_that_never_comes_is_not_passed_over_in_silence(joiner):
+    joiner._receive(0, lease(1, drained=True))
+    with pytest.raises(AssertionError, match="group 0 never came"):
+        joiner._receive(1, lease(1, drained=True))
 
 
 def test_a_joined_group_has_its_items_in_the_order_of_the_edges(joiner):

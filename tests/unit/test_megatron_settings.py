@@ -88,6 +88,6 @@ def test_wiring_survives_pickling() -> None:
     assert (copy.has_ref, copy.num_ranks, copy.data_parallel_size, copy.config) == (True, 4, 2, actor.config)
 
 
-def test_faults_name_the_stage(tmp_path: Any) -> None:
-    (fault,) = ActorUpdate(config(model=str(tmp_path)), name="policy").faults()
-    assert fault.startswith("policy: ")
+def test_a_folder_that_holds_no_model_is_a_fault(tmp_path: Any) -> None:
+    (fault,) = ActorUpdate(config(model=str(tmp_path))).faults()
+    assert "has no config.json" in fault

@@ -96,3 +96,7 @@ def prompts() -> tuple[Path, Path]:
         pq.write_table(pa.Table.from_pylist(distinct[NUM_HELDOUT:]), train)
         pq.write_table(pa.Table.from_pylist(distinct[:NUM_HELDOUT]), heldout)
     return train, heldout
+
+
+if __name__ == "__main__":
+    print(model())

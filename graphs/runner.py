@@ -79,11 +79,11 @@ class _Run:
         self.graph, self.placement, self.options = graph, placement, options
         self.folder = options.folder(graph.name)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep_last=options.keep_last)
-        self.found = self._find_checkpoint()
-        self.step = self.version = self.found[1].step if self.found else 0
-        self.ledger = self.found[1].ledger() if self.found else Ledger()
-        self.saved_step = self.step
+        self.step = self.version = 0
+        self.ledger = Ledger()
         self.busy = False  # the update stage is between steps' halves: nothing may be saved
+        self.found = self._find_checkpoint()
+        self.begun_step = self.saved_step = self.step
 
     def steps(self) -> Iterator[Step]:
         with connected(), StopFlag() as stop:
@@ -211,10 +211,9 @@ class _Run:
         if self.graph.weights is None:
             return
         per_step = self.graph.update.groups_per_step
-        begun = self.found[1].step if self.found else 0
-        total = self.graph.weights.admitted(self.version - begun, per_step)
+        total = self.graph.weights.admitted(self.step - self.begun_step, per_step)
         if self.options.steps is not None:
-            total = min(total, (self.options.steps - begun) * per_step)
+            total = min(total, (self.options.steps - self.begun_step) * per_step)
         self.crew.admit(total)
 
     def _finish(self, keeper: Keeper, stop: StopFlag) -> None:
@@ -252,6 +251,7 @@ class _Run:
         )
 
     def _find_checkpoint(self) -> tuple[Path, RunState] | None:
+        """The checkpoint to go on from, whose step, version and ledger this run takes over."""
         resume = self.options.resume
         found = self.checkpoints.latest()
         if resume == "never" and found is not None:

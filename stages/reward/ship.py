@@ -6,6 +6,7 @@ travels by value, for the other process may not have the files.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import sysconfig
@@ -24,12 +25,20 @@ def ship(plugin: Plugin, params: Mapping[str, object]) -> bytes:
     """The function and its parameters, pickled. Raises ConfigError with the reason if they can't be."""
     with _by_value(_user_modules()):
         try:
-            return cloudpickle.dumps((plugin.function, dict(params)))
+            return cloudpickle.dumps((plugin.function, dict(params), _source_file(plugin.function)))
         except Exception as error:  # a user's __reduce__ may raise anything; it is told, not swallowed
             raise ConfigError(
                 f"reward {plugin.name!r} can't be sent to the process that runs it: {error}. What it refers to must be "
                 "picklable: make locks, files and connections inside the function, on its first call"
             ) from error
+
+
+def _source_file(function: object) -> str | None:
+    """Where the function is written, for its tracebacks: a function that travels by value forgets it."""
+    try:
+        return inspect.getsourcefile(inspect.unwrap(function))  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 @contextmanager

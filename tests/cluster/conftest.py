@@ -21,7 +21,7 @@ def cluster(tmp_path_factory):
         num_cpus=8,
         include_dashboard=True,
         log_to_driver=False,
-        _temp_dir=str(tmp_path_factory.mktemp("r", numbered=False)),
+        _temp_dir=str(tmp_path_factory.mktemp("r")),
     )
     yield
     ray.shutdown()

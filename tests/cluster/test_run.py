@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 
 import pytest
 import ray
@@ -81,10 +82,9 @@ def test_actors_sit_where_they_were_asked_to(tmp_path):
     """Read from Ray's own table while the run goes on."""
     placement = Placement.fixed([Bundle(1), Bundle(2)], {"echo": 1, "count": [1, 0]})
     graph = toy_graph(tmp_path / "d", num_ranks=2)
-    steps = run(graph, steps=9, out=tmp_path / "out", placement=placement)
-    next(steps)
-    bundles = _seats()
-    steps.close()
+    with closing(run(graph, steps=9, out=tmp_path / "out", placement=placement)) as steps:
+        next(steps)
+        bundles = _seats()
     assert bundles == [
         {"StageHost": 4},  # numbers, score, weigh, count rank 1
         {"StageHost": 2},  # echo, count rank 0
@@ -92,10 +92,10 @@ def test_actors_sit_where_they_were_asked_to(tmp_path):
 
 
 def test_spread_gives_each_stage_a_bundle(tmp_path):
-    steps = run(toy_graph(tmp_path / "d"), steps=9, out=tmp_path / "out", placement=Placement.spread())
-    next(steps)
-    assert _seats() == [{"StageHost": 1}] * 5
-    steps.close()
+    placement = Placement.spread()
+    with closing(run(toy_graph(tmp_path / "d"), steps=9, out=tmp_path / "out", placement=placement)) as steps:
+        next(steps)
+        assert _seats() == [{"StageHost": 1}] * 5
 
 
 def test_a_bundle_that_fits_nowhere_is_refused_before_any_actor(tmp_path):
@@ -111,20 +111,19 @@ def test_nothing_is_left_after_a_run(tmp_path):
     assert alive == []
 
 
-def _alive() -> list[str]:
+def _alive() -> list:
     from ray.util.state import list_actors
 
-    return [a.class_name for a in list_actors(filters=[("state", "=", "ALIVE")])]
+    here = ray.get_runtime_context().gcs_address
+    return list_actors(here, filters=[("state", "=", "ALIVE")], detail=True)
 
 
 def _seats() -> list[dict[str, int]]:
     """Live actors by bundle, from Ray's placement-group table and actor table."""
-    from ray.util.state import list_actors
-
     table = ray.util.placement_group_table()
     (group,) = [g for g in table.values() if g["state"] == "CREATED"]
     seats: list[dict[str, int]] = [{} for _ in group["bundles"]]
-    for actor in list_actors(filters=[("state", "=", "ALIVE")], detail=True):
+    for actor in _alive():
         if actor.placement_group_id != group["placement_group_id"]:
             continue
         named = (key.split("_") for key in actor.required_resources)  # CPU_group_<bundle>_<group id>

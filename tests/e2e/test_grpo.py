@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 def cluster(tmp_path_factory):
     ray.init(
         address="local", num_cpus=4, include_dashboard=False, log_to_driver=False,
-        _temp_dir=str(tmp_path_factory.mktemp("r", numbered=False)),
+        _temp_dir=str(tmp_path_factory.mktemp("r")),
     )  # fmt: skip
     yield
     ray.shutdown()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.e2e
+
+ROLLSTREAM = Path(sys.executable).parent / "rollstream"
 
 SCRIPT = """
 import json, sys
@@ -63,7 +66,7 @@ def test_killed_and_resumed_it_gives_the_same_losses_bit_for_bit(
     time.sleep(0.3)  # into the third step, wherever that is
     killed.kill()
     killed.wait(timeout=20)
-    resumed, errors = script("rollstream", "run", "--resume", train, tiny_chat_model, sums, "share_of_a").communicate(
+    resumed, errors = script(ROLLSTREAM, "run", "--resume", train, tiny_chat_model, sums, "share_of_a").communicate(
         timeout=150
     )
     rest = lines_of(resumed)
@@ -112,7 +115,7 @@ def test_a_mistake_is_told_on_one_screen_before_any_model_loads(
 ):
     file = tmp_path / "train.py"
     file.write_text(SCRIPT.replace("path=prompts, ", "path=options.pop('path', prompts), "))
-    process = script("rollstream", "run", file, tiny_chat_model, sums, function, json.dumps(options))
+    process = script(ROLLSTREAM, "run", file, tiny_chat_model, sums, function, json.dumps(options))
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert re.search(says, errors, re.DOTALL), errors

@@ -169,6 +169,7 @@ def _as_scores(returned: object, wanted: int) -> Sequence[Score]:
 
 def _name_source(function: Any, source_file: str | None) -> None:
     """Gives a function that travelled by value the file that it is written in, so that tracebacks show its lines."""
+    function = getattr(function, "__func__", function)  # of a bound method
     code = getattr(function, "__code__", None)
     if code is not None and source_file is not None and not os.path.exists(code.co_filename):
         function.__code__ = code.replace(co_filename=source_file)

@@ -65,8 +65,9 @@ def test_as_a_ray_job_submit_follow_status_stop(cluster, tiny_chat_model, sums):
     _ray("job", "submit", *job, "--submission-id", "long", "--no-wait", *script, "500")
     _wait_for(lambda: "step 1 " in _ray("job", "logs", "--address", address, "long").stdout, 120)
     assert "RUNNING" in _ray("job", "status", "--address", address, "long").stdout
-    _ray("job", "stop", "--address", address, "long")
-    assert "STOPPED" in _ray("job", "status", "--address", address, "long").stdout
+    stopped = _ray("job", "stop", "--address", address, "long")
+    status = _ray("job", "status", "--address", address, "long")
+    assert "stopped" in status.stdout, stopped.stdout + status.stdout + status.stderr
     logs = _ray("job", "logs", "--address", address, "long").stdout
     assert "Traceback" not in logs
 

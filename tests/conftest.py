@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +20,22 @@ ROOT = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: FOLDERS.index(item.path.relative_to(ROOT).parts[0]))
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A private cluster of eight logical CPUs; its dashboard serves the table of actors."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=True,
+        log_to_driver=False,
+        _temp_dir=str(tmp_path_factory.mktemp("r")),
+    )
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from toys import diary_of, toy_graph
 from rollstream import Bundle, Placement, run
 from rollstream.stages.errors import CheckpointError, PlacementError, StageError, StalledError
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 
 def test_every_group_is_trained_once_in_order_with_all_its_columns(tmp_path):

@@ -6,21 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import ray
 
 from rollstream import GRPO, ActorUpdate, Placement, Prompts, RefLogprob, Reward, Rollout, grpo, run
 
-pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster(tmp_path_factory):
-    ray.init(
-        address="local", num_cpus=4, include_dashboard=False, log_to_driver=False,
-        _temp_dir=str(tmp_path_factory.mktemp("r")),
-    )  # fmt: skip
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_cluster")]
 
 
 @pytest.fixture

@@ -76,8 +76,7 @@ class RefLogprob(MapStage[Rollouts, WithRef]):
     def setup(self, world: World) -> None:
         from rollstream.stages.megatron.session import RefSession
 
-        config: Any = self.config  # its class has two names for a checker that reads both stages and rollstream.stages
-        self._session = RefSession(config, world)
+        self._session = RefSession(self.config, world)
 
     def close(self) -> None:
         if self._session is not None:

@@ -144,8 +144,7 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
     def setup(self, world: World) -> None:
         from rollstream.stages.megatron.session import ActorSession
 
-        config: Any = self.config  # its class has two names for a checker that reads both stages and rollstream.stages
-        self._session = ActorSession(config, world, self.layout, has_ref=self.has_ref)
+        self._session = ActorSession(self.config, world, self.layout, has_ref=self.has_ref)
 
     def close(self) -> None:
         if self._session is not None:

@@ -75,7 +75,7 @@ def test_a_stage_that_raises_ends_the_run_with_its_own_error(tmp_path):
 
 def test_a_stage_that_sticks_is_named(tmp_path):
     with pytest.raises(StalledError, match="stage score has worked on g1 for"):
-        list(run(toy_graph(tmp_path / "d", score={"stick_at": 1}), steps=1, out=tmp_path / "out", stall_s=4))
+        list(run(toy_graph(tmp_path / "d", score={"stick_at": 1}), steps=1, out=tmp_path / "out", stall_s=8))
 
 
 def test_actors_sit_where_they_were_asked_to(tmp_path):

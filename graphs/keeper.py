@@ -74,7 +74,9 @@ class Keeper:
     def describe(self) -> None:
         """Waits for the tracker to be up and keeps the drawing and the placement. A tracker that cannot start is an
         error: better now than a run without a record."""
+        self._failed = True  # told by the error that this raises, not once more at the end
         self.run_id = get(self._started, "the tracker's start", timeout_s=START_S)
+        self._failed = False
         self._call(self._actor.text.remote("graph.txt", f"{self._graph}\n\n{self._plan}\n"))
 
     def step(self, step: Step, group: Joined) -> None:
@@ -85,10 +87,9 @@ class Keeper:
             self._call(self._actor.samples.remote(step.index, parts))
 
     def finish(self, status: str) -> None:
-        """Everything sent is written, the run marked as ended."""
-        if self.run_id is not None:
-            self._call(self._actor.finish.remote(status))
-            self._settle(FINISH_S)
+        """Everything sent is written, the run marked as ended: also one whose stages never came up."""
+        self._call(self._actor.finish.remote(status))
+        self._settle(FINISH_S)
         actors.end(self._actor)
 
     def where(self) -> str:

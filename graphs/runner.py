@@ -221,6 +221,7 @@ class _Run:
         if self.options.export and not stop.signal:
             self.crew.export(self.folder / "model")
             self.watch.message(f"model for transformers: {self.folder / 'model'}")
+        self.watch.message(keeper.where())
 
     def _save_if_due(self, keeper: Keeper) -> str | None:
         due = self.step % self.options.save_every == 0 or self.step == self.options.steps

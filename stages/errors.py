@@ -17,7 +17,7 @@ time-out score and is counted (`reward/timed_out`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class RollstreamError(Exception):
@@ -38,6 +38,17 @@ class ConfigError(RollstreamError, ValueError):
 
     def __reduce__(self):
         return type(self), (self.faults,)
+
+
+def check_rules(rules: Iterable[tuple[bool, str]]) -> None:
+    """Raises ConfigError with the messages of all rules that do not hold.
+
+    >>> check_rules([(1 > 0, "never told"), (0 > 1, "n must be at least 1, got 0")])
+    Traceback (most recent call last):
+    rollstream.stages.errors.ConfigError: n must be at least 1, got 0
+    """
+    if faults := [message for holds, message in rules if not holds]:
+        raise ConfigError(faults)
 
 
 class WiringError(ConfigError):

@@ -11,15 +11,13 @@ import numpy as np
 import pyarrow as pa
 
 from rollstream.stages.base import MapStage, Stage, World
-from rollstream.stages.errors import ConfigError
+from rollstream.stages.errors import check_rules
 from rollstream.stages.megatron.layout import Layout
-from rollstream.stages.names import known_names
+from rollstream.stages.names import DTYPES, known_names
 from rollstream.stages.schema import PER_TOKEN, Rollouts, WithRef
 
 if TYPE_CHECKING:
     from rollstream.stages.megatron.session import RefSession
-
-DTYPES = ("float32", "bfloat16")
 
 
 class RefLogprob(MapStage[Rollouts, WithRef]):
@@ -56,9 +54,7 @@ class RefLogprob(MapStage[Rollouts, WithRef]):
                     f"dtype must be one of the known, got {self.dtype!r}: {known_names(self.dtype, DTYPES)}",
                 ),
             ]
-            faults = [message for holds, message in rules if not holds]
-            if faults:
-                raise ConfigError(faults)
+            check_rules(rules)
 
     config: Config
 

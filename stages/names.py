@@ -1,9 +1,12 @@
-"""The end of an error message about a name that is not known."""
+"""Names that several stages know, and the end of an error message about one that is not known."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+#: Number formats that models are computed in.
+DTYPES = ("float32", "bfloat16")
 
 
 def known_names(wrong: str, names: Iterable[str]) -> str:

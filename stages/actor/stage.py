@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 
 from rollstream.stages.base import Metric, Stage, Stream, UpdateStage, World, check_wiring
-from rollstream.stages.errors import ConfigError, WiringError
+from rollstream.stages.errors import WiringError, check_rules
 from rollstream.stages.loss import AGGREGATIONS, KL_KINDS
 from rollstream.stages.megatron.layout import Layout
-from rollstream.stages.names import known_names
+from rollstream.stages.names import DTYPES, known_names
 from rollstream.stages.schema import Advantaged, Trained, WithRef
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 DECAYS = ("constant", "linear", "cosine")
 OLD_LOGPROBS = ("trainer", "rollout")
-DTYPES = ("float32", "bfloat16")
 
 
 class ActorUpdate(UpdateStage[Advantaged, Trained]):
@@ -99,9 +98,7 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
         max_mismatch: float | None = 0.05
 
         def __post_init__(self) -> None:
-            faults = [message for holds, message in _rules(self) if not holds]
-            if faults:
-                raise ConfigError(faults)
+            check_rules(_rules(self))
 
     config: Config
 

@@ -7,9 +7,6 @@ from rollstream.stages.rollout.engine import Engine
 #: Names that `make_engine` knows.
 ENGINES: tuple[str, ...] = ("transformers",)
 
-#: Number formats that an engine computes in.
-DTYPES: tuple[str, ...] = ("float32", "bfloat16")
-
 
 def make_engine(name: str, model: str, *, dtype: str, stage: str) -> Engine:
     """The engine called `name` with the model of folder `model`; its errors name `stage`."""

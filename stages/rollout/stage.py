@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 
 from rollstream.stages.base import RolloutStage, Stage, World
-from rollstream.stages.errors import ConfigError
-from rollstream.stages.names import known_names
+from rollstream.stages.errors import check_rules
+from rollstream.stages.names import DTYPES, known_names
 from rollstream.stages.rollout.engine import Engine, Request, Sample, Sampling
-from rollstream.stages.rollout.engines import DTYPES, ENGINES, make_engine
+from rollstream.stages.rollout.engines import ENGINES, make_engine
 from rollstream.stages.rollout.rows import rollout_rows
 from rollstream.stages.schema import Prompted, Rollouts
 
@@ -82,9 +82,7 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
                 ),
                 (self.dtype in DTYPES, f"dtype is not known, got {self.dtype!r}: " + known_names(self.dtype, DTYPES)),
             ]
-            faults = [message for holds, message in rules if not holds]
-            if faults:
-                raise ConfigError(faults)
+            check_rules(rules)
 
     config: Config
 

@@ -7,6 +7,7 @@ from contextlib import closing
 
 import pytest
 import ray
+from mlflow import MlflowClient
 from toys import diary_of, toy_graph
 
 from rollstream import Bundle, Placement, run
@@ -71,6 +72,14 @@ def test_a_stage_that_raises_ends_the_run_with_its_own_error(tmp_path):
         list(run(toy_graph(tmp_path / "d", score={"fail_at": 5}), steps=3, out=tmp_path / "out"))
     assert (caught.value.stage, caught.value.subject) == ("score", "g5")
     assert time.monotonic() - begun < 60
+
+
+def test_a_stage_that_does_not_load_ends_the_run_and_its_record(tmp_path):
+    with pytest.raises(StageError, match="the toy does not load"):
+        list(run(toy_graph(tmp_path / "d", score={"loads": False}), steps=1, out=tmp_path / "out"))
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (record,) = client.search_runs([client.get_experiment_by_name("toy").experiment_id])
+    assert record.info.status == "FAILED"
 
 
 def test_a_stage_that_sticks_is_named(tmp_path):

@@ -70,6 +70,11 @@ class Score(MapStage[Rollouts, Scored]):
     class Config:
         fail_at: int = -1
         stick_at: int = -1
+        loads: bool = True
+
+    def setup(self, world) -> None:
+        if not self.config.loads:
+            raise OSError("the toy does not load")
 
     def process(self, group):
         order = group.column("order")[0].as_py()

@@ -167,6 +167,11 @@ def test_public_names_resolve():  # ruff keeps them sorted
     assert [name for name in rollstream.__all__ if not hasattr(rollstream, name)] == []
 
 
+def test_the_readme_shows_the_example_as_it_is():
+    example = (ROOT / "examples/arithmetic.py").read_text().partition('"""\n\n')[2]
+    assert example in (ROOT / "README.md").read_text()
+
+
 def test_licence_is_named_and_there():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])

@@ -1,111 +1,171 @@
-"""What a step commits, and how it becomes visible all at once.
+"""The checkpoints of a run's folder: each is there whole, or not at all.
 
-out/checkpoints/.step_000010.writing/   actor_update/...   state.json last
-                step_000010/            after one rename: complete, or not there
+    begin      .step_000010.writing/    what a crash left is removed, then the update stage writes its files here
+    publish    .step_000010.writing/    every file is brought to disk; state.json, which lists them, comes last
+               step_000010/             one rename
+               .step_000005.removing/   only then do the oldest go
+    discard    -                        where writing failed: the others are as they were
+
+A folder of the same step is called `.step_000010.replaced` between two renames. A crash just then leaves no
+`step_000010`; whoever looks next puts the old one back. No other name in the folder is ever touched.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import logging
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from rollstream.graphs.ledger import Ledger
+from rollstream.graphs.run_state import RunState, changed_packages, check_same_run, installed_packages
+from rollstream.graphs.seal import examine, faults, folder_name, seal, some, sync
 from rollstream.stages.errors import CheckpointError
+
+__all__ = [
+    "Checkpoints",
+    "Found",
+    "RunState",
+    "changed_packages",
+    "check_same_run",
+    "faults",
+    "installed_packages",
+]
+
+logger = logging.getLogger(__name__)
+
+_PUBLISHED = re.compile(r"step_([0-9]{6,})")
+_LEFT = re.compile(r"\.(step_[0-9]{6,})\.(writing|replaced|removing)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunState:
-    """Everything about a run that is not a tensor."""
+class Found:
+    """The checkpoint to go on from."""
 
-    step: int  # steps done
-    version: int  # of the weights
-    frontier: int  # prompts trained without a gap
-    ahead: tuple[int, ...]  # prompts trained beyond the frontier
-    data: str  # fingerprint of the source
-    graph: str  # the drawing
-    settings: Mapping[str, Any]  # of every stage, as text values
-    tracking_run: str | None = None
-
-    def ledger(self) -> Ledger:
-        return Ledger(self.frontier, set(self.ahead))
+    folder: Path
+    state: RunState
+    passed_over: tuple[str, ...]  # a sentence for each newer one that is not whole
 
 
 class Checkpoints:
-    """The checkpoints of one run's folder; the newest `keep_last` stay."""
+    """The checkpoints in `root`. The newest `keep_last` stay, and for ever those of every `keep_every` steps.
 
-    def __init__(self, root: Path, *, keep_last: int = 2):
+    >>> checkpoints = Checkpoints(Path("runs/grpo/checkpoints"))                                 # doctest: +SKIP
+    >>> writing = checkpoints.begin(10)                                                          # doctest: +SKIP
+    >>> stage.save(writing)                                                                      # doctest: +SKIP
+    >>> checkpoints.publish(writing, state)                                                      # doctest: +SKIP
+    PosixPath('runs/grpo/checkpoints/step_000010')
+    """
+
+    def __init__(self, root: Path, *, keep_last: int = 2, keep_every: int | None = None):
         self.root = root
-        self.keep_last = keep_last
+        self.keep_last, self.keep_every = keep_last, keep_every
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write step `step` into; what a run that died left half written is removed."""
-        for left in self.root.glob(".step_*.writing"):
-            shutil.rmtree(left)
-        folder = self.root / f".step_{step:06d}.writing"
+        """An empty folder to write step `step` into. What a crash left is removed; raises OSError on a full disk."""
+        self._put_back()
+        for left, _ in self._left_behind():
+            _remove(left)
+        folder = self.root / f".{folder_name(step)}.writing"
         folder.mkdir(parents=True)
         return folder
 
     def publish(self, writing: Path, state: RunState) -> Path:
-        """Makes a written folder the newest checkpoint, then drops the oldest."""
-        with open(writing / "state.json", "w") as file:
-            json.dump(dataclasses.asdict(state), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        final = self.root / f"step_{state.step:06d}"
+        """Makes a written folder the newest checkpoint, then drops the oldest.
+
+        Raises OSError where the disk is full and CheckpointError where the folder does not hold what it should. Then
+        the others are as they were, and the folder is to be discarded.
+        """
+        name = folder_name(state.step)
+        assert writing.name == f".{name}.writing", f"{writing} is not for step {state.step}"
+        seal(writing, state)
+        final, aside = self.root / name, self.root / f".{name}.replaced"
         if final.exists():
-            shutil.rmtree(final)
-        writing.rename(final)
-        for old in self.complete()[: -self.keep_last]:
-            shutil.rmtree(old)
+            os.rename(final, aside)
+        try:
+            os.rename(writing, final)
+        except OSError:
+            self._put_back()
+            raise
+        sync(self.root)
+        if aside.exists():
+            _remove(aside)
+        self._prune(state.step)
         return final
 
-    def complete(self) -> list[Path]:
-        """All complete checkpoints, oldest first."""
-        return sorted(p for p in self.root.glob("step_*") if (p / "state.json").is_file())
+    def discard(self, writing: Path) -> None:
+        """Removes a folder that could not be written to its end; one that is gone already is fine."""
+        if writing.exists():
+            _remove(writing)
 
-    def latest(self) -> tuple[Path, RunState] | None:
-        """The newest complete checkpoint and its state."""
-        for folder in reversed(self.complete()):
-            try:
-                raw = json.loads((folder / "state.json").read_text())
-                return folder, RunState(**raw | {"ahead": tuple(raw["ahead"])})
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"{folder}/state.json can't be read ({error}): remove that folder to resume from the one before"
-                ) from error
+    def complete(self) -> list[Path]:
+        """All whole checkpoints, oldest first."""
+        return [folder for _, folder in self._published() if not faults(folder)]
+
+    def latest(self) -> Found | None:
+        """The newest whole checkpoint, or None where there is no checkpoint at all.
+
+        Raises CheckpointError where there are some and none is whole.
+        """
+        self._put_back()
+        torn: list[str] = []
+        for _, folder in reversed(self._published()):
+            state, wrong = examine(folder)
+            if state is not None and not wrong:
+                return Found(folder=folder, state=state, passed_over=tuple(torn))
+            torn.append(f"{folder.name} is not whole: {some(wrong)}")
+        if torn:
+            raise CheckpointError(
+                f"no checkpoint in {self.root} can be resumed:\n  - "
+                + "\n  - ".join(torn)
+                + "\nPut back what is missing, or remove these folders and start afresh."
+            )
         return None
 
+    def _published(self) -> list[tuple[int, Path]]:
+        """All checkpoints by step, whole or not."""
+        found = [(m, p) for p in self._entries() if (m := _PUBLISHED.fullmatch(p.name))]
+        steps = [(int(match[1]), path) for match, path in found if path.is_dir()]
+        return sorted((step, path) for step, path in steps if path.name == folder_name(step))
 
-def check_same_run(saved: RunState, now: RunState) -> None:
-    """Raises CheckpointError listing every setting that differs between a checkpoint and the run that resumes it.
+    def _left_behind(self) -> Iterator[tuple[Path, str | None]]:
+        """What a crash may have left; with each folder that was moved aside, the name that it had."""
+        for path in self._entries():
+            if match := _LEFT.fullmatch(path.name):
+                yield path, match[1] if match[2] == "replaced" else None
 
-    Settings that only change how fast or how long a run goes may differ (`MAY_CHANGE`).
-    """
-    faults: list[str] = []
-    if saved.data != now.data:
-        faults.append(f"data: the checkpoint was made on {saved.data}, now it is {now.data}")
-    if saved.graph != now.graph:
-        faults.append(f"graph: the checkpoint has\n{saved.graph}\nnow it is\n{now.graph}")
-    for stage, settings in now.settings.items():
-        before = saved.settings.get(stage, {})
-        faults += [
-            f"{stage}.{name}: the checkpoint has {before.get(name)!r}, now it is {value!r}"
-            for name, value in settings.items()
-            if before.get(name) != value and name not in MAY_CHANGE
-        ]
-    if faults:
-        raise CheckpointError(
-            "this checkpoint is of another run:\n  - "
-            + "\n  - ".join(faults)
-            + "\nGo on with the old settings, or start afresh in another folder (out=...)."
-        )
+    def _entries(self) -> list[Path]:
+        return list(self.root.iterdir()) if self.root.is_dir() else []
+
+    def _put_back(self) -> None:
+        """Undoes a replacement that was cut short between its two renames."""
+        for aside, name in self._left_behind():
+            if name is not None and not (self.root / name).exists():
+                os.rename(aside, self.root / name)
+
+    def _prune(self, newest: int) -> None:
+        """Only whole ones count. What is newer than the one just published was passed over by a resume, and stays
+        until its step is saved again."""
+        older = [(step, folder) for step, folder in self._published() if step <= newest]
+        stay = [step for step, folder in older if not faults(folder)][-self.keep_last :]
+        for step, folder in older:
+            if step != newest and step not in stay and (self.keep_every is None or step % self.keep_every):
+                _remove(folder)
 
 
-#: Of `path`, the data's fingerprint tells whether it matters.
-MAY_CHANGE = frozenset({"max_groups", "max_bytes", "lease_s", "timeout_s", "micro_batch_size", "path"})
+def _remove(folder: Path) -> None:
+    """Takes a folder out of sight, then removes it. What can't be removed is told and tried again by `begin`: it is no
+    reason to end a run."""
+    aside = folder
+    try:
+        if not folder.name.startswith("."):
+            aside = folder.with_name(f".{folder.name}.removing")
+            os.rename(folder, aside)
+        if aside.is_symlink():
+            aside.unlink()
+        else:
+            shutil.rmtree(aside)
+    except OSError as error:
+        logger.warning("%s is of no use any more and can't be removed: %s", aside, error)

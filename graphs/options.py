@@ -35,12 +35,24 @@ class RunOptions:
     save_every: int = 50
     #: Checkpoints that stay.
     keep_last: int = 2
+    #: Checkpoints of every so many steps stay for ever.
+    keep_every: int | None = None
     #: MLflow tracking URI; None: an SQLite file in the folder above `out`.
     tracking_uri: str | None = None
     #: A table of sample rollouts goes to MLflow every so many steps.
     samples_every: int = 10
     #: Nothing moved for so long: the run stops and says what it was waiting for.
-    stall_s: float = 900.0
+    stall_s: float = 1800.0
+    #: How often the processes of one stage may die without a finished step in between.
+    max_restarts: int = 5
+    #: A group that a process had when it died, so often, is set aside with its rows.
+    max_deaths: int = 2
+    #: Stages whose output is recorded, each in recorded/STAGE.arrows.
+    record: tuple[str, ...] = ()
+    #: Recordings that take the place of the stages that made them, and of all stages that only these need.
+    replay: tuple[str, ...] = ()
+    #: The last stage that runs; nothing is trained.
+    until: str | None = None
     #: Export the model for transformers at the end.
     export: bool = True
     #: Check everything, print the graph and the placement, and start nothing.
@@ -49,9 +61,11 @@ class RunOptions:
     def __post_init__(self) -> None:
         faults = [
             f"{name} must be at least 1, got {value}"
-            for name in ("steps", "save_every", "keep_last", "samples_every")
+            for name in ("steps", "save_every", "keep_last", "keep_every", "samples_every", "max_deaths")
             if (value := getattr(self, name)) is not None and value < 1
         ]
+        if self.max_restarts < 0:
+            faults.append(f"max_restarts must be 0 or more, got {self.max_restarts}")
         if self.stall_s <= 0:
             faults.append(f"stall_s must be above 0, got {self.stall_s}")
         if self.resume not in ("never", "auto", "must"):

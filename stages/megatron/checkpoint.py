@@ -1,43 +1,105 @@
 """All that a resumed run needs, in Megatron's distributed checkpoint format.
 
 Every rank writes what it alone holds. The optimizer is stored by parameter, not by rank ("fully_reshardable").
+
+    save    folder -> common.pt (rank 0) -> tensors (all ranks) -> metadata.json (rank 0)
+
+After each of these the ranks tell one another whether it worked: an error of one, such as a full disk, is raised on
+all. A rank that failed alone would leave the others waiting for it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import shutil
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.utils import _DistWrapper
 
-from rollstream.stages.megatron.mcore import ShardedObject, dist_checkpointing, get_cuda_rng_tracker, state
+from rollstream.stages.errors import CheckpointError
+from rollstream.stages.megatron import parallel
+from rollstream.stages.megatron.mcore import (
+    COMMON_STATE_FNAME,
+    CheckpointingConfig,
+    ShardedObject,
+    dist_checkpointing,
+    get_cuda_rng_tracker,
+    save_config,
+    save_preprocess,
+    state,
+)
 from rollstream.stages.megatron.mcore import torch_strategies as strategies
 from rollstream.stages.megatron.trainer import Trainer
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+FORMAT = CheckpointingConfig("torch_dist", 1)
 
 
 def save(trainer: Trainer, folder: Path) -> None:
-    """Writes weights, optimizer, schedule and random states into `folder`, which must be empty; collective."""
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.distributed.barrier()
-    dist_checkpointing.save(
-        _state(trainer, loading=False),
-        str(folder),
-        sharded_strategy=_InProcessStrategy("torch_dist", 1),
-        content_metadata=METADATA,
-    )
+    """Writes weights, optimizer, schedule and random states into `folder`, which must be empty; collective.
+
+    Raises CheckpointError on every rank if one could not write. The trainer is as it was, and can save again.
+    """
+    ranks = _DistWrapper(None, True, 0)
+    first = parallel.is_first()
+    with _one_error_for_all("saved to", folder):
+        ranks.all_gather("folder", lambda: folder.mkdir(parents=True, exist_ok=True))
+        sharded, common = save_preprocess(_state(trainer, loading=False) | {"content_metadata": METADATA})
+        ranks.all_gather("common", lambda: _save_common(common, folder) if first else None)
+        _save_tensors(sharded, folder)
+        ranks.all_gather("metadata", lambda: save_config(FORMAT, str(folder)) if first else None)
 
 
 def load(trainer: Trainer, folder: Path) -> None:
     """Restores what `save` wrote; collective. On the layout that wrote it, training goes on bit for bit."""
-    loaded = cast(dict[str, Any], dist_checkpointing.load(_state(trainer, loading=True), str(folder)))
+    with _one_error_for_all("loaded from", folder):
+        loaded = cast(dict[str, Any], dist_checkpointing.load(_state(trainer, loading=True), str(folder)))
     trainer.policy.model.load_state_dict(loaded["model"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
     _set_random_states(loaded["random"])
+
+
+@contextlib.contextmanager
+def _one_error_for_all(done: str, folder: Path) -> Generator[None]:
+    """Torch's error for all ranks is no Exception, and would end an actor. It may be as dark as "unexpected pos 704 vs
+    598" where the disk is full: the room is told too."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+        free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+        raise CheckpointError(
+            f"the policy can't be {done} {folder} ({free / 2**20:.1f} MiB free):\n  " + "\n  ".join(causes)
+        ) from error
+
+
+def _save_common(common: Any, folder: Path) -> None:
+    """What all ranks hold alike; small. Torch's own writing to a path does not tell that a disk is full."""
+    content = io.BytesIO()
+    torch.save(common, content)
+    (folder / COMMON_STATE_FNAME).write_bytes(content.getvalue())
+
+
+def _save_tensors(sharded: Any, folder: Path) -> None:
+    """Megatron's format, written by this process.
+
+    Megatron's own writer forks a process for each file and starts a manager process that runs the main module again;
+    neither is safe in a process with threads, as an actor's is.
+    """
+    tensors, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(sharded, True)
+    save_tensors(
+        strategies.mcore_to_pyt_state_dict(tensors, False),
+        storage_writer=FileSystemWriter(folder),
+        planner=strategies.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+    )
 
 
 def _state(trainer: Trainer, *, loading: bool) -> dict[str, Any]:
@@ -75,21 +137,3 @@ def _set_random_states(states: dict[str, Any]) -> None:
 def _tracker() -> Any:
     """Megatron's random states by name."""
     return get_cuda_rng_tracker()
-
-
-class _InProcessStrategy(strategies.TorchDistSaveShardedStrategy):
-    """Megatron's format, written by this process.
-
-    Megatron's own writer forks a process for each file and starts a manager process that runs the main module again;
-    neither is safe in a process with threads, as an actor's is.
-    """
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        tensors, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        save_tensors(
-            strategies.mcore_to_pyt_state_dict(tensors, False),
-            storage_writer=FileSystemWriter(checkpoint_dir),
-            planner=strategies.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )

@@ -10,8 +10,11 @@ cpu_platform.prepare()
 
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as state
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -26,6 +29,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 __all__ = [
+    "COMMON_STATE_FNAME",
+    "CheckpointingConfig",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
@@ -44,6 +49,8 @@ __all__ = [
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "model_parallel_cuda_manual_seed",
+    "save_config",
+    "save_preprocess",
     "state",
     "torch_strategies",
 ]

@@ -32,11 +32,12 @@ def test_an_override_is_checked_as_any_other_value():
 
 def test_every_bad_value_is_listed():
     with pytest.raises(ConfigError) as caught:
-        RunOptions(steps=0, save_every=0, keep_last=-1, samples_every=0, stall_s=0, resume="yes")  # type: ignore[arg-type]
+        RunOptions(steps=0, save_every=0, keep_last=-1, keep_every=0, samples_every=0, stall_s=0, resume="yes")  # type: ignore[arg-type]
     assert caught.value.faults == [
         "steps must be at least 1, got 0",
         "save_every must be at least 1, got 0",
         "keep_last must be at least 1, got -1",
+        "keep_every must be at least 1, got 0",
         "samples_every must be at least 1, got 0",
         "stall_s must be above 0, got 0",
         "resume must be 'never', 'auto' or 'must', got 'yes'",
@@ -45,6 +46,11 @@ def test_every_bad_value_is_listed():
 
 def test_no_number_of_steps_means_until_the_prompts_end():
     assert RunOptions(steps=None).steps is None
+
+
+def test_no_keep_every_keeps_none_for_ever():
+    assert RunOptions(steps=1).keep_every is None
+    assert RunOptions(steps=1, keep_every=1).keep_every == 1
 
 
 def test_the_folder_is_named_by_the_graph_where_none_is_given(tmp_path):

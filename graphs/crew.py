@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,10 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollstream.graphs import actors
-from rollstream.graphs.edge_actor import make_edge
+from rollstream.graphs.edge_actor import EdgeActor, EdgeSettings
 from rollstream.graphs.graph import Graph
 from rollstream.graphs.host import Links, StageHost
-from rollstream.graphs.ledger import Ledger
-from rollstream.graphs.wait import get, get_all
+from rollstream.graphs.wait import ask, get_all
 from rollstream.graphs.weights import make_weight_store
 from rollstream.placement import Demand, Placement, Plan, Seat, check_cluster
 from rollstream.stages.base import Source, UpdateStage, World
@@ -56,11 +55,9 @@ class Crew:
     hosts: dict[str, list[list[Any]]]  # stage -> replica -> rank
     edges: dict[str, Any]  # producer -> edge
     store: Any
-    threads: int
-    _pulls: list[Any] = field(default_factory=lambda: [])
 
     @classmethod
-    def start(cls, graph: Graph, plan: Plan, placement: Placement) -> Crew:
+    def start(cls, graph: Graph, plan: Plan, placement: Placement, edges: Sequence[EdgeSettings]) -> Crew:
         """Reserves the bundles and starts one actor a rank. Returns before any stage is set up."""
         group = _reserve(plan)
         hosts: dict[str, list[list[Any]]] = {}
@@ -70,63 +67,43 @@ class Crew:
                 [_host(graph, name, rank, next(seats), group, plan.threads) for rank in range(stage.num_ranks)]
                 for _ in range(placement.replicas.get(name, 1))
             ]
-        bounds = graph.bounds
-        edges = {
-            spec.producer: make_edge(
-                spec.name,
-                spec.consumers,
-                max_groups=bounds.max_groups,
-                max_bytes=bounds.max_bytes,
-                lease_s=bounds.lease_s,
-                min_groups=spec.min_groups,
-            )
-            for spec in graph.edges
-        }
-        return cls(graph, group, hosts, edges, make_weight_store(), plan.threads)
+        made = {e.producer: actors.start(EdgeActor, e, comes_back=True, max_concurrency=1000) for e in edges}
+        return cls(graph, group, hosts, made, make_weight_store())
 
     def set_up(self) -> None:
-        """Loads every stage, all at once; the first error of any ends it."""
-        replicas = [replica for stage in self.hosts.values() for replica in stage]
-        addresses = get_all([r[0].address.remote() for r in replicas], "the actors' start", timeout_s=SETUP_S)
-        placed = zip(replicas, addresses, strict=True)
-        calls = [host.setup.remote(*address) for replica, address in placed for host in replica]
+        """Loads every stage, all at once, and connects it; the first error of any ends it."""
+        replicas = [(name, number) for name, replicas in self.hosts.items() for number in range(len(replicas))]
+        hosts = [self.hosts[name][number] for name, number in replicas]
+        addresses = get_all([ranks[0].address.remote() for ranks in hosts], "the actors' start", timeout_s=SETUP_S)
+        placed = zip(hosts, addresses, strict=True)
+        calls = [host.setup.remote(*address) for ranks, address in placed for host in ranks]
         get_all(calls, "the stages' set-up", timeout_s=SETUP_S)
-
-    def connect(self, ledger: Ledger) -> None:
-        """Joins hosts and edges. Sources begin after what the ledger holds as trained."""
-        calls: list[Any] = []
-        for name, replicas in self.hosts.items():
-            inputs = list(self.graph.inputs_of(name).values())
-            source = isinstance(self.graph.stages[name], Source)
-            calls += [
-                replica[0].connect.remote(
-                    Links(
-                        inlet=self.edges[inputs[0]] if inputs else None,
-                        weights=self.store,
-                        peers=tuple(replica[1:]),
-                        skip=frozenset(ledger.ahead) if source else frozenset(),
-                        start=ledger.frontier if source else 0,
-                    )
-                )
-                for replica in replicas
-            ]
+        calls = [call for name, number in replicas for call in self._connect(name, number)]
         get_all(calls, "the stages' connection", timeout_s=PLACE_S)
 
-    def flow(self) -> None:
-        """Lets every edge pull its producers."""
-        for producer, edge in self.edges.items():
-            self._pulls.append(edge.pull.remote(producer, [replica[0] for replica in self.hosts[producer]]))
+    def set_up_again(self, stage: str, number: int) -> None:
+        """Loads and connects one replica whose processes were started again."""
+        ranks = self.hosts[stage][number]
+        what = f"the new process of {stage}"
+        address = ask(lambda: ranks[0].address.remote(), what, timeout_s=SETUP_S)
+        get_all([host.setup.remote(*address) for host in ranks], what, timeout_s=SETUP_S)
+        get_all(self._connect(stage, number), what, timeout_s=PLACE_S)
+
+    def _connect(self, stage: str, number: int) -> list[Any]:
+        inputs = list(self.graph.inputs_of(stage).values())
+        ranks = self.hosts[stage][number]
+        links = Links(
+            inlet=self.edges[inputs[0]] if inputs else None,
+            edges=self.edges,
+            weights=self.store if self.graph.weights is not None else None,
+            peers=tuple(ranks[1:]),
+        )
+        return [host.connect.remote(links) for host in ranks]
 
     @property
     def updaters(self) -> list[Any]:
         """All ranks of the update stage."""
         return self.hosts[self.graph.update.name][0]
-
-    def admit(self, total: int) -> None:
-        """Lets the rollout stage take up to `total` prompts in all."""
-        if (rollout := self.graph.rollout) is not None:
-            (before,) = self.graph.inputs_of(rollout.name).values()
-            get(self.edges[before].admit.remote(rollout.name, total), "the prompts' edge", timeout_s=PLACE_S)
 
     def publish(self, version: int) -> None:
         """Sends the update stage's weights to the store."""
@@ -175,7 +152,8 @@ def _host(graph: Graph, stage: str, rank: int, seat: Seat, group: Any, threads: 
         World(rank=rank, size=found.num_ranks, threads=threads),
         num_cpus=seat.cpus,
         num_gpus=seat.gpus,
-        concurrency_groups={"control": 1},
+        comes_back=not isinstance(found, UpdateStage),  # its weights are in the last checkpoint only
+        concurrency_groups={"control": 1, "life": 1},
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, seat.bundle),
         runtime_env={"env_vars": _environment(seat)},
     )

@@ -1,58 +1,42 @@
 """The Arrow queue between stages, without Ray: who holds which group, and what may be taken.
 
-    producer --put--> [ waiting | leased ] --lease / ack--> each consumer, by a cursor of its own
+    producer --put--> [ waiting | leased | acked ] --lease / ack--> each consumer, by a cursor of its own
+                                                   --retire-------> gone: trained, or left the graph
 
-A group stays until every consumer has acked it. A lease that is not acked in time is given out again. `has_room` is
-false past the bounds, and then the producers are not pulled: pressure, never a drop. `admit` caps how many groups a
-consumer may take in all, which is how staleness is bounded before compute is spent.
+A group stays until it is retired, for its columns are needed until it is trained. A lease that is not acked in time, or
+whose holder died, is given out again; a group that took its holder down too often is set aside. `has_room` is false
+past the bounds, and then the producers are not pulled: pressure, never a drop. `admit` says up to which group a
+consumer may go, which is how staleness is bounded before compute is spent. Groups are named by their `order`, their
+position in the run's prompt sequence, and given out lowest first.
 
     >>> queue = EdgeQueue("a -> b", ["b"], max_groups=2, max_bytes=100, lease_s=60, clock=lambda: 0.0)
-    >>> queue.put(Item(group_id="g0", order=0, version=0, parts=(), nbytes=60, num_rows=1, metrics={}))
+    >>> queue.put(Item(group_id="g0", order=0, version=0, birth="x", num_rows=1, parts=(Part(edge="a", nbytes=60),)))
     True
-    >>> [i.group_id for i in queue.lease("b", at_most=8)]
+    >>> [i.group_id for i in queue.lease("b", at_most=8, holder="b/0")]
     ['g0']
-    >>> queue.ack("b", ["g0"]); queue.stats().groups
+    >>> queue.ack("b", [0]); queue.retire([0]); queue.stats().groups
     0
 """
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from rollstream.graphs.stats import EdgeStats
-from rollstream.stages.base import Metric
+from rollstream.graphs.item import Failure, Item, Left
+from rollstream.graphs.orders import Orders
+from rollstream.graphs.stats import EdgeStats, Whereabouts
 from rollstream.stages.errors import WiringError
 
 
-@dataclass(frozen=True, kw_only=True)
-class Item:
-    """One group on its way. Made by stage hosts; the rows stay in the object store."""
-
-    group_id: str
-    order: int  # position in the run's prompt sequence
-    version: int  # weights that began it
-    parts: tuple[Any, ...]  # ObjectRefs of RecordBatches whose columns together are the group's
-    nbytes: int  # of all parts
-    num_rows: int
-    metrics: Mapping[str, Metric]  # of all stages so far
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """The first error of a run, as it travels down the edges."""
-
-    stage: str
-    subject: str  # group or sample
-    cause: str  # text of the traceback
-    plugin: bool = False  # raised by the user's reward function
-
-
 class EdgeQueue:
-    """State of one edge. Times come from `clock`, in seconds. There is room for `min_groups` whatever the bounds: a
-    consumer that needs so many at once would wait for ever behind an edge that is full with fewer."""
+    """State of one edge. Times come from `clock`, in seconds.
+
+    The bounds hold once the first `needed` groups that are not retired are all here: a step that needs so many would
+    wait for ever behind an edge that is full with others.
+    """
 
     def __init__(
         self,
@@ -63,131 +47,273 @@ class EdgeQueue:
         max_bytes: int,
         lease_s: float,
         clock: Callable[[], float],
-        min_groups: int = 0,
+        needed: int = 1,
+        max_deaths: int = 2,
     ):
         self.name = name
         self.max_groups, self.max_bytes, self.lease_s = max_groups, max_bytes, lease_s
-        self.min_groups = min_groups
         self.failure: Failure | None = None
         self.closed = False
         self._clock = clock
-        self._items: dict[str, Item] = {}
-        self._put_at: dict[str, float] = {}
-        self._seen: set[int] = set()
-        self._bytes = self._redelivered = 0
+        self._needed, self._max_deaths = needed, max_deaths
+        self._items: dict[int, Item] = {}
+        self._group_ids: dict[str, int] = {}
+        self._put_at: dict[int, float] = {}
+        self._retired = Orders()
+        self._first_missing = 0  # all orders below it are here or retired
+        self._left: dict[int, Left] = {}
+        self._deaths: dict[int, int] = {}
+        self._bytes = self._redelivered = self._total = 0
+        self._overdue: set[str] = set()
+        self._released: set[str] = set()
         self._cursors = {c: _Cursor() for c in consumers}
+
+    # What is here ------------------------------------------------------------------------------------------------
 
     def put(self, item: Item) -> bool:
         """Takes a group in; false if it was here before: a group whose lease ran out may be made twice.
 
-        Raises WiringError where another group that is still here has its id.
+        Raises WiringError where another group that is here has its id.
         """
-        assert not self.closed, f"{self.name} is closed"
-        if item.order in self._seen:
+        if self.knows(item.order):
             return False
-        if (twin := self._items.get(item.group_id)) is not None:
+        if (twin := self._group_ids.get(item.group_id)) is not None:
             raise WiringError(
-                f"{self.name}: the groups at positions {twin.order} and {item.order} are both called "
+                f"{self.name}: the groups at positions {twin} and {item.order} are both called "
                 f"{item.group_id!r}; a source must give each group an id of its own"
             )
-        self._seen.add(item.order)
-        self._items[item.group_id] = item
-        self._put_at[item.group_id] = self._clock()
-        self._bytes += item.nbytes
+        self._items[item.order] = item
+        self._group_ids[item.group_id] = item.order
+        self._put_at[item.order] = self._clock()
+        self._bytes += item.parts[-1].nbytes
+        self._total += 1
         for cursor in self._cursors.values():
-            cursor.waiting.append(item.group_id)
+            bisect.insort(cursor.waiting, item.order)
         return True
+
+    def knows(self, order: int) -> bool:
+        """Whether this group is here, or was."""
+        return order in self._items or order in self._retired or order in self._left
 
     def has_room(self) -> bool:
         """Whether one more group may be pulled. The bounds may be passed by that one group only, of each producer."""
-        held = len(self._items)
-        return held < self.min_groups or (held < self.max_groups and self._bytes < self.max_bytes)
+        if len(self._items) < self.max_groups and self._bytes < self.max_bytes:
+            return True
+        return self._missing() - self._retired.count_below(self._missing()) < self._needed
 
-    def lease(self, consumer: str, at_most: int, *, fill: bool = False, keep: bool = False) -> list[Item]:
-        """Up to `at_most` groups, in order of arrival. With `fill`: all of them, or fewer only where no more can be
-        had before the next `admit`, the end, or room; so that how groups fall into leases does not depend on time.
-        With `keep` the lease never ends: for a consumer that may hold groups for long and without which there is no
-        run."""
+    def retire(self, orders: Iterable[int]) -> None:
+        """These groups are trained or have left the graph: nobody will ask for them again."""
+        for order in orders:
+            self._retired.add(order)
+            self._drop(order)
+
+    def retire_below(self, frontier: int) -> None:
+        """All groups below `frontier` are retired."""
+        self._retired.raise_to(frontier)
+        for order in [o for o in self._items if o < frontier]:
+            self._drop(order)
+
+    def lose(self, orders: Collection[int]) -> None:
+        """These groups are not here any more, and may come again."""
+        for order in orders:
+            self._drop(order)
+        self._first_missing = min([self._first_missing, *orders])
+
+    def leave(self, left: Left) -> None:
+        """A group goes no further; it is told of in `stats` until it is retired."""
+        self._left[left.order] = left
+
+    def held(self) -> dict[int, str]:
+        """Births of all groups here, by order."""
+        return {order: item.birth for order, item in self._items.items()}
+
+    def item(self, order: int) -> Item | None:
+        return self._items.get(order)
+
+    def known(self) -> tuple[int, frozenset[int]]:
+        """All groups that are or were here: those below the number, and these."""
+        missing = self._missing()
+        return missing, frozenset(o for o in (*self._items, *self._retired.ahead, *self._left) if o > missing)
+
+    # Who has what ------------------------------------------------------------------------------------------------
+
+    def lease(self, consumer: str, at_most: int, *, holder: str, fill: bool = False, keep: bool = False) -> list[Item]:
+        """Up to `at_most` groups, lowest first. With `fill`: all of them, or fewer only where no more can be had
+        before the next `admit`, the end, or room; so that how groups fall into leases does not depend on time. With
+        `keep` the lease never ends: for a consumer that may hold groups for long and without which there is no run.
+
+        A group whose holder died is given alone: if it is the reason, it takes no other down.
+        """
         self._expire()
-        cursor = self._cursors[consumer]
-        most = at_most if cursor.admitted is None else min(at_most, cursor.admitted - cursor.taken)
-        if fill and len(cursor.waiting) < most and not self.closed and self.has_room():
+        if holder in self._released:
             return []
-        taken = cursor.waiting[: max(most, 0)]
-        del cursor.waiting[: len(taken)]
-        for group_id in taken:
-            cursor.leased[group_id] = math.inf if keep else self._clock() + self.lease_s
-        cursor.taken += len(taken)
-        return [self._items[g] for g in taken]
-
-    def ack(self, consumer: str, group_ids: Sequence[str]) -> None:
-        """The consumer is done with these groups for good; an ack of a group already acked is ignored. An ack that
-        comes after its lease ran out still counts, so that the group is not taken again."""
         cursor = self._cursors[consumer]
-        for group_id in group_ids:
-            if cursor.leased.pop(group_id, None) is None:
-                if group_id not in cursor.waiting:
-                    continue
-                cursor.waiting.remove(group_id)
-                cursor.taken += 1
-            if not any(group_id in c.leased or group_id in c.waiting for c in self._cursors.values()):
-                self._bytes -= self._items.pop(group_id).nbytes
-                del self._put_at[group_id]
+        taken = [order for order in cursor.waiting[:at_most] if cursor.admits(order)]
+        suspects = [order for order in taken if order in self._deaths]
+        if suspects:
+            taken = taken[: max(taken.index(suspects[0]), 1)]
+        elif fill and len(taken) < at_most and self._more_to_come(cursor):
+            return []
+        for order in taken:
+            cursor.waiting.remove(order)
+            cursor.leased[order] = _Lease(holder, math.inf if keep else self._clock() + self.lease_s)
+        return [self._items[order] for order in taken]
 
-    def admit(self, consumer: str, total: int) -> None:
-        """From now on `consumer` may have taken up to `total` groups since the start."""
-        self._cursors[consumer].admitted = total
+    def ack(self, consumer: str, orders: Iterable[int]) -> None:
+        """What the consumer makes of these groups is safe; it will not be given them again, whether their leases ran
+        out or not."""
+        cursor = self._cursors[consumer]
+        for order in orders:
+            if order in self._items:
+                cursor.forget(order)
+                cursor.acked.add(order)
+
+    def mark(self, consumer: str, done: Collection[int]) -> None:
+        """Of all groups here the consumer is done with just these: after a restart on either side."""
+        cursor = self._cursors[consumer]
+        for order in list(cursor.acked):
+            if order not in done:
+                cursor.acked.remove(order)
+                bisect.insort(cursor.waiting, order)
+        self.ack(consumer, [order for order in cursor.waiting if order in done])
+
+    def release(self, consumer: str, holder: str, *, died: str = "") -> list[Left]:
+        """Takes back what `holder` has and gives it no more. `died` says how its process ended, where it did: groups
+        that have seen that `max_deaths` times are set aside, and returned."""
+        self._released.add(holder)
+        self._overdue.discard(holder)
+        cursor = self._cursors[consumer]
+        return self._take_back(
+            consumer, [order for order, lease in cursor.leased.items() if lease.holder == holder], died
+        )
+
+    def admit(self, consumer: str, below: int) -> None:
+        """`consumer` may take groups of orders below this; never fewer than it might before."""
+        cursor = self._cursors[consumer]
+        cursor.below = max(cursor.below or 0, below)
+
+    # The end -----------------------------------------------------------------------------------------------------
 
     def fail(self, failure: Failure) -> None:
         """Ends the edge with an error; the first one stands."""
-        if self.failure is None and not self.closed:
+        if self.failure is None:
             self.failure = failure
-        self.closed = True
-
-    def close(self) -> None:
-        """No more groups will come."""
-        self.closed = True
 
     def drained(self, consumer: str) -> bool:
         """Whether `consumer` has been given all that there will be; what it has leased may still come back to it."""
         return self.closed and not self._cursors[consumer].waiting
 
-    def ended(self, consumer: str) -> bool:
-        """Whether `consumer` can never get another group."""
-        return self.failure is not None or (self.drained(consumer) and not self._cursors[consumer].leased)
+    def ended(self, consumer: str, holder: str = "") -> bool:
+        """Whether `consumer`, or this holder of it, can never get another group."""
+        return (
+            self.failure is not None
+            or holder in self._released
+            or (self.drained(consumer) and not self._cursors[consumer].leased)
+        )
 
     def stats(self) -> EdgeStats:
-        oldest = min(self._put_at, key=self._put_at.__getitem__, default="")
+        oldest = min(self._put_at, key=self._put_at.__getitem__, default=None)
         return EdgeStats(
             name=self.name,
             groups=len(self._items),
-            leased=len({g for c in self._cursors.values() for g in c.leased}),
+            leased=len({order for c in self._cursors.values() for order in c.leased}),
             nbytes=self._bytes,
             max_groups=self.max_groups,
             max_bytes=self.max_bytes,
-            oldest_age_s=self._clock() - self._put_at[oldest] if oldest else 0.0,
-            oldest_group=oldest,
-            total_groups=len(self._seen),
+            oldest_age_s=0.0 if oldest is None else self._clock() - self._put_at[oldest],
+            oldest_group="" if oldest is None else self._items[oldest].group_id,
+            total_groups=self._total,
             redelivered=self._redelivered,
             closed=self.closed,
+            left=tuple(self._left.values()),
+            overdue=tuple(sorted(self._overdue)),
         )
+
+    def whereabouts(self) -> list[Whereabouts]:
+        """Every group here, lowest first, and what each consumer has done with it."""
+        return [
+            Whereabouts(
+                order=order,
+                group_id=item.group_id,
+                version=item.version,
+                consumers={name: cursor.state(order) for name, cursor in self._cursors.items()},
+            )
+            for order, item in sorted(self._items.items())
+        ]
+
+    # -------------------------------------------------------------------------------------------------------------
+
+    def _drop(self, order: int) -> None:
+        self._left.pop(order, None)
+        self._deaths.pop(order, None)
+        item = self._items.pop(order, None)
+        if item is None:
+            return
+        del self._group_ids[item.group_id], self._put_at[order]
+        self._bytes -= item.parts[-1].nbytes
+        for cursor in self._cursors.values():
+            cursor.forget(order)
+
+    def _missing(self) -> int:
+        """The lowest order that is neither here nor retired."""
+        self._first_missing = max(self._first_missing, self._retired.frontier)
+        while self.knows(self._first_missing):
+            self._first_missing += 1
+        return self._first_missing
+
+    def _more_to_come(self, cursor: _Cursor) -> bool:
+        return not self.closed and self.has_room() and cursor.admits(self._missing())
 
     def _expire(self) -> None:
         now = self._clock()
-        for cursor in self._cursors.values():
-            late = [g for g, deadline in cursor.leased.items() if deadline <= now]
-            for group_id in late:
-                del cursor.leased[group_id]
-            cursor.waiting[:0] = late
-            cursor.taken -= len(late)
-            self._redelivered += len(late)
+        for consumer, cursor in self._cursors.items():
+            for holder in {lease.holder for lease in cursor.leased.values() if lease.until <= now}:
+                late = [o for o, lease in cursor.leased.items() if lease.holder == holder and lease.until <= now]
+                self._overdue.add(holder)
+                self._take_back(consumer, late, f"it did not finish in {self.lease_s:g} s")
+
+    def _take_back(self, consumer: str, orders: Sequence[int], died: str) -> list[Left]:
+        cursor = self._cursors[consumer]
+        aside: list[Left] = []
+        for order in orders:
+            del cursor.leased[order]
+            if died:
+                self._deaths[order] = self._deaths.get(order, 0) + 1
+            if self._deaths.get(order, 0) >= self._max_deaths and died:
+                reason = f"{consumer} died {self._deaths[order]} times while it had this group; the last time: {died}"
+                group_id = self._items[order].group_id
+                aside.append(Left(order=order, group_id=group_id, kind="quarantined", stage=consumer, reason=reason))
+                self.leave(aside[-1])
+            else:
+                bisect.insort(cursor.waiting, order)
+                self._redelivered += 1
+        return aside
+
+
+@dataclass(frozen=True)
+class _Lease:
+    holder: str
+    until: float
 
 
 class _Cursor:
     """What one consumer has before it."""
 
     def __init__(self) -> None:
-        self.waiting: list[str] = []
-        self.leased: dict[str, float] = {}  # group -> deadline
-        self.taken = 0  # leased or acked
-        self.admitted: int | None = None
+        self.waiting: list[int] = []  # ascending
+        self.leased: dict[int, _Lease] = {}
+        self.acked: set[int] = set()  # of the groups that are here
+        self.below: int | None = None
+
+    def admits(self, order: int) -> bool:
+        return self.below is None or order < self.below
+
+    def forget(self, order: int) -> None:
+        self.leased.pop(order, None)
+        self.acked.discard(order)
+        at = bisect.bisect_left(self.waiting, order)
+        if at < len(self.waiting) and self.waiting[at] == order:
+            del self.waiting[at]
+
+    def state(self, order: int) -> str:
+        return "done" if order in self.acked else "leased" if order in self.leased else "waiting"

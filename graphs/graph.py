@@ -16,7 +16,7 @@ from typing import Any
 from rollstream.graphs.drawing import draw
 from rollstream.graphs.weights import Weights
 from rollstream.stages.base import RolloutStage, Source, Stage, Stream, UpdateStage
-from rollstream.stages.errors import ConfigError, WiringError
+from rollstream.stages.errors import ConfigError, WiringError, check_rules
 from rollstream.stages.schema import Trained
 
 
@@ -25,13 +25,14 @@ class Bounds:
     """How much one edge may hold before its producer has to wait."""
 
     max_groups: int = 256
-    max_bytes: int = 256 * 1024 * 1024
-    #: A lease that is not acked for so long is given out again.
-    lease_s: float = 1800.0
+    #: Of the columns that the edge owns; None: 256 MiB, or less where the edges would fill half of the object store.
+    max_bytes: int | None = None
+    #: A process that has held a group for so long is taken for hung: it is ended, and the group given out again.
+    lease_s: float = 900.0
 
     def __post_init__(self) -> None:
-        if min(self.max_groups, self.max_bytes, self.lease_s) <= 0:
-            raise ConfigError(f"max_groups, max_bytes and lease_s must be above 0, got {self}")
+        given = {"max_groups": self.max_groups, "max_bytes": self.max_bytes, "lease_s": self.lease_s}
+        check_rules((v is None or v > 0, f"{name} must be above 0, got {v}") for name, v in given.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,6 @@ class EdgeSpec:
 
     producer: str
     consumers: tuple[str, ...]
-    #: Room that there always is, whatever the bounds: the update stage needs so many groups before it acks any.
-    min_groups: int = 0
 
     @property
     def name(self) -> str:
@@ -85,17 +84,15 @@ class Graph:
                 names = consumers.setdefault(taken.stage.name, [])
                 if stream.stage.name not in names:
                     names.append(stream.stage.name)
-        update, ahead = self.update.name, self.max_groups_ahead
-        return tuple(
-            EdgeSpec(producer=p, consumers=tuple(c), min_groups=ahead if update in c else 0)
-            for p, c in consumers.items()
-        )
+        return tuple(EdgeSpec(producer=p, consumers=tuple(c)) for p, c in consumers.items())
 
-    @property
-    def max_groups_ahead(self) -> int:
-        """Groups that may be under way and not yet trained, by the staleness allowed."""
+    def admitted(self, version: int) -> int:
+        """Groups that may have been dispatched in all while the weights are at `version`. Without a weight edge nothing
+        grows old; as many may be under way as an edge holds, so that none waits behind a full one."""
         step = self.update.groups_per_step
-        return self.weights.admitted(0, step) if self.weights else step
+        if self.weights is not None:
+            return self.weights.admitted(version, step)
+        return version * step + max(self.bounds.max_groups, step)
 
     @property
     def source(self) -> Source[Any]:

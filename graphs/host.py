@@ -1,9 +1,10 @@
 """The Ray actor that a stage runs in: one for each rank of each replica.
 
-    source / map / rollout   rank 0's `produce` leases, works, puts out, acks; its peers are called with the same group
+    source / map / rollout   rank 0's `produce` leases, works, puts out; its peers are called with the same group
     update                   the runner calls `update` on all ranks with their shares
 
-One thread works ("work", the default group); another answers `stats` while it does.
+What was leased is acked by the edge behind, once what came of it is safe there. One thread works (the default group),
+one answers `stats` while it does, one shows that the process lives.
 """
 
 from __future__ import annotations
@@ -11,26 +12,31 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
 import ray
 
-from rollstream.graphs.edge import Item
-from rollstream.graphs.edge_actor import UpstreamFailed
+from rollstream.graphs.edge_actor import Lease, PeerDied, UpstreamFailed
+from rollstream.graphs.fetch import fetch
+from rollstream.graphs.item import Item, Leg, Part
 from rollstream.graphs.stats import StageStats
-from rollstream.graphs.wait import get, get_all
+from rollstream.graphs.wait import ask, get_all
 from rollstream.graphs.weights import Published, bucketed
-from rollstream.stages.base import MapStage, Metric, RolloutStage, Source, Stage, UpdateStage, World
-from rollstream.stages.errors import StageError
+from rollstream.stages.base import Filtered, MapStage, Metric, RolloutStage, Source, Stage, UpdateStage, World
+from rollstream.stages.errors import ProcessDied, StageError
 from rollstream.stages.schema import compact, join_columns
 
 T = TypeVar("T")
+#: What the edge behind a stage gets of each group.
+Produced = tuple[Item, pa.RecordBatch | None]
 
 #: How long one object or one call between actors may take.
 CALL_S = 600.0
@@ -41,10 +47,9 @@ class Links:
     """What a host is connected to. Made by the runner once all actors are up."""
 
     inlet: Any = None  # the edge that it consumes
+    edges: Mapping[str, Any] = field(default_factory=lambda: {})  # all of the graph's, by producer
     weights: Any = None  # the weight store, for a rollout stage
     peers: tuple[Any, ...] = ()  # the other ranks of its replica
-    skip: frozenset[int] = frozenset()  # source: positions already trained
-    start: int = 0  # source: the first position
 
 
 class StageHost:
@@ -54,6 +59,7 @@ class StageHost:
         self._stage = stage
         self._links = Links()
         self._version = -1
+        self._set_up = False
         self._started = time.monotonic()
         self._busy_s = 0.0
         self._working: tuple[str, float] | None = None
@@ -69,9 +75,15 @@ class StageHost:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
+    @ray.method(concurrency_group="control")
+    def is_set_up(self) -> bool:
+        """False in a process that is new."""
+        return self._set_up
+
     def setup(self, address: str, port: int) -> None:
         world = dataclasses.replace(self._world, address=address, port=port)
         self._work("set-up", lambda: self._stage.setup(world))
+        self._set_up = True
 
     def connect(self, links: Links) -> None:
         self._links = links
@@ -89,72 +101,93 @@ class StageHost:
             working_s=now - working[1] if working else 0.0,
         )
 
+    @ray.method(concurrency_group="life")
+    def stay(self) -> None:
+        """Never answers: its error is how the runner learns of this actor's death."""
+        threading.Event().wait()
+
     # Streaming stages -------------------------------------------------------------------------------------------
 
-    def produce(self) -> Iterator[Item | pa.RecordBatch]:
-        """This stage's output for the edge that calls it: a RecordBatch that it adds, then the Item, and so on."""
+    def produce(self, holder: str, known: tuple[int, frozenset[int]]) -> Iterator[Produced]:
+        """This stage's output for the edge that calls it: an Item and the columns that the stage adds, and so on.
+
+        `holder` names this call in the leases of the edge before. `known` are the groups that the calling edge has or
+        had: those below the number, and these.
+        """
         stage = self._stage
         if isinstance(stage, Source):
-            yield from self._produce_source(stage)
+            yield from self._produce_source(stage, known)
         elif isinstance(stage, RolloutStage):
-            yield from self._produce_rollouts(stage)
+            yield from self._produce_rollouts(stage, holder)
         else:
             assert isinstance(stage, MapStage)
-            yield from self._produce_mapped(stage)
+            yield from self._produce_mapped(stage, holder)
 
-    def process(self, group_id: str, parts: Sequence[Any]) -> None:
+    def process(self, item: Item) -> None:
         """A peer's share in rank 0's work on one group."""
         stage = self._stage
         assert isinstance(stage, MapStage)
-        group = self._fetch(parts)
-        self._work(group_id, lambda: stage.run(group))
+        group = self._fetch(item)
+        self._work(item.group_id, lambda: stage.run(group))
 
-    def _produce_source(self, source: Source[Any]) -> Iterator[Item | pa.RecordBatch]:
-        rows = source.rows(self._links.skip, self._links.start)
+    def _produce_source(self, source: Source[Any], known: tuple[int, frozenset[int]]) -> Iterator[Produced]:
+        start, skip = known
+        rows = source.rows(skip, start)
+        begun = time.time()
         while (group := self._work("rows", lambda: next(rows, None))) is not None:
-            yield compact(group)
-            yield self._head(group, version=0)
+            yield self._head(group, version=0, begun=begun), compact(group)
+            begun = time.time()
 
-    def _produce_mapped(self, stage: MapStage[Any, Any]) -> Iterator[Item | pa.RecordBatch]:
-        for items in self._leases(at_most=1):
+    def _produce_mapped(self, stage: MapStage[Any, Any], holder: str) -> Iterator[Produced]:
+        for items in self._leases(holder, at_most=1):
             for item in items:
-                helping = [peer.process.remote(item.group_id, item.parts) for peer in self._links.peers]
-                group = self._fetch(item.parts)
+                begun = time.time()
+                helping = [peer.process.remote(item) for peer in self._links.peers]
+                group = self._fetch(item)
                 part = self._work(item.group_id, lambda group=group: stage.run(group))
-                get_all(helping, f"the ranks of {stage.name} on {item.group_id}", timeout_s=CALL_S)
-                yield compact(part)
-                yield Item(
-                    group_id=item.group_id,
-                    order=item.order,
-                    version=item.version,
-                    parts=item.parts,
-                    nbytes=item.nbytes + part.nbytes,
-                    num_rows=item.num_rows,
-                    metrics={**item.metrics, **stage.metrics.take()},
-                )
-                self._ack(item)
+                self._wait_for_peers(helping, item)
+                yield self._mapped(item, part, begun), compact(part) if isinstance(part, pa.RecordBatch) else None
 
-    def _produce_rollouts(self, stage: RolloutStage[Any, Any]) -> Iterator[Item | pa.RecordBatch]:
-        for items in self._leases(at_most=stage.groups_per_batch, fill=True):
+    def _wait_for_peers(self, helping: Sequence[Any], item: Item) -> None:
+        try:
+            get_all(helping, f"the ranks of {self._stage.name} on {item.group_id}", timeout_s=CALL_S)
+        except ProcessDied as error:
+            raise PeerDied(str(error)) from None
+
+    def _mapped(self, item: Item, part: pa.RecordBatch | Filtered, begun: float) -> Item:
+        """The group's head behind this stage."""
+        if isinstance(part, Filtered):
+            return dataclasses.replace(item, filtered=part.reason)
+        own = Part(edge=self._stage.name, nbytes=part.nbytes)
+        return dataclasses.replace(
+            item,
+            parts=(*item.parts, own),
+            metrics={**item.metrics, **self._stage.metrics.take()},
+            trail=(*item.trail, self._leg(begun)),
+        )
+
+    def _produce_rollouts(self, stage: RolloutStage[Any, Any], holder: str) -> Iterator[Produced]:
+        for items in self._leases(holder, at_most=stage.groups_per_batch, fill=True):
+            begun = time.time()
             self._take_weights(stage)
-            prompts = [self._fetch(item.parts) for item in items]
+            prompts = [self._fetch(item) for item in items]
             by_group = {item.group_id: item for item in items}
             samples = stage.run(prompts)
             what = ", ".join(by_group)
             while (group := self._work(what, lambda samples=samples: next(samples, None))) is not None:
-                head = self._head(group, version=self._version)
+                head = self._head(group, version=self._version, begun=begun)
                 item = by_group.pop(head.group_id, None)
                 if item is None:
                     raise StageError(stage.name, head.group_id, "It put out this group twice, or was never given it.")
-                yield compact(group)
-                yield head
-                self._ack(item)
+                yield dataclasses.replace(head, trail=(*item.trail, *head.trail)), compact(group)
             if by_group:
                 raise StageError(stage.name, ", ".join(by_group), "It ended without samples for these groups.")
 
     def _take_weights(self, stage: RolloutStage[Any, Any]) -> None:
         """The newest weights, if they are newer than those that the engine has."""
-        newest: Published = get(self._links.weights.latest.remote(), "the weight store", timeout_s=CALL_S)
+        if self._links.weights is None:
+            return
+        newest: Published = ask(lambda: self._links.weights.latest.remote(), "the weight store", timeout_s=CALL_S)
         if newest.version == self._version:
             return
         buckets = get_all(newest.buckets, f"weights of version {newest.version}", timeout_s=CALL_S)
@@ -162,11 +195,12 @@ class StageHost:
         self._work(f"weights {newest.version}", lambda: stage.load_weights(newest.version, tensors))
         self._version = newest.version
 
-    def _leases(self, at_most: int, *, fill: bool = False) -> Iterator[tuple[Item, ...]]:
+    def _leases(self, holder: str, at_most: int, *, fill: bool = False) -> Iterator[tuple[Item, ...]]:
+        name = self._stage.name
         while True:
-            lease = get(
-                self._links.inlet.lease.remote(self._stage.name, at_most, fill=fill),
-                f"the edge before {self._stage.name}",
+            lease: Lease = ask(
+                lambda: self._links.inlet.lease.remote(name, at_most, holder=holder, fill=fill),
+                f"the edge before {name}",
                 timeout_s=CALL_S,
             )
             if lease.failure is not None:
@@ -176,30 +210,30 @@ class StageHost:
             if lease.items:
                 yield lease.items
 
-    def _ack(self, item: Item) -> None:
-        """After what came of the group is in the edge behind: that edge owns it. Not waited for."""
-        self._links.inlet.ack.remote(self._stage.name, [item.group_id])
-
-    def _head(self, group: pa.RecordBatch, *, version: int) -> Item:
+    def _head(self, group: pa.RecordBatch, *, version: int, begun: float) -> Item:
         return Item(
             group_id=group.column("group_id")[0].as_py(),
             order=group.column("order")[0].as_py(),
             version=version,
-            parts=(),
-            nbytes=group.nbytes,
+            birth=uuid.uuid4().hex[:16],
             num_rows=group.num_rows,
+            parts=(Part(edge=self._stage.name, nbytes=group.nbytes),),
             metrics=self._stage.metrics.take(),
+            trail=(self._leg(begun),),
         )
 
-    def _fetch(self, parts: Sequence[Any]) -> pa.RecordBatch:
-        return join_columns(get_all(list(parts), f"a group's columns for {self._stage.name}", timeout_s=CALL_S))
+    def _leg(self, begun: float) -> Leg:
+        return Leg(stage=self._stage.name, begun=begun, seconds=time.time() - begun)
+
+    def _fetch(self, item: Item) -> pa.RecordBatch:
+        return fetch(item, self._links.edges)
 
     # Update stages ----------------------------------------------------------------------------------------------
 
-    def update(self, step: int, groups: Sequence[Sequence[Sequence[Any]]]) -> Mapping[str, Metric]:
-        """One step on this rank's share. Each group is given as one list of parts for each input stream."""
+    def update(self, step: int, groups: Sequence[Sequence[Item]]) -> Mapping[str, Metric]:
+        """One step on this rank's share. Each group is given as one item for each input stream."""
         stage = self._updater
-        batches = [join_columns([self._fetch(parts) for parts in streams]) for streams in groups]
+        batches = [join_columns([self._fetch(item) for item in streams]) for streams in groups]
         return self._work(f"step {step}", lambda: stage.update(batches))
 
     def publish(self, store: Any, version: int) -> None:
@@ -209,7 +243,7 @@ class StageHost:
         def send() -> None:
             buckets = [ray.put(bucket) for bucket in bucketed(stage.weights())]
             if self._world.rank == 0:
-                get(store.publish.remote(version, buckets), "the weight store", timeout_s=CALL_S)
+                ask(lambda: store.publish.remote(version, buckets), "the weight store", timeout_s=CALL_S)
 
         self._work(f"weights {version}", send)
 
@@ -236,7 +270,7 @@ class StageHost:
             return do()
         except StageError:
             raise
-        except Exception as error:  # noqa: BLE001 - the process boundary: carried on, whole
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - carried on, whole
             raise StageError(self._stage.name, subject, "".join(traceback.format_exception(error))) from None
         finally:
             self._busy_s += time.monotonic() - self._working[1]

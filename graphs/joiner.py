@@ -6,20 +6,24 @@ it too old. A slow group holds up those after it; none is dropped. The driver ho
 
 from __future__ import annotations
 
-import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import ActorUnavailableError
 
-from rollstream.graphs.edge import Failure, Item
 from rollstream.graphs.edge_actor import Lease
+from rollstream.graphs.item import Failure, Item
 from rollstream.graphs.ledger import Ledger
 from rollstream.graphs.wait import get
 from rollstream.stages.errors import PluginError, StageError
 
 LEASE_WAIT_S = 5.0
+#: An edge that is being started again is asked so often.
+AGAIN_S = 0.2
+HOLDER = "run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,46 +50,52 @@ class Joined:
 
 
 class Joiner:
-    """Keeps one lease call open on each edge and pairs what comes. Groups that `ledger` has as trained do not come."""
+    """Keeps one lease call open on each edge and pairs what comes. Groups that `ledger` has as closed are passed over:
+    those that leave on the way too."""
 
     def __init__(self, consumer: str, edges: Sequence[Any], *, at_most: int, ledger: Ledger):
         self._consumer = consumer
         self._edges = list(edges)
         self._at_most = at_most
+        self._ledger = ledger
         self._calls: dict[Any, int] = {}  # open call -> edge
-        self._held: list[dict[str, Item]] = [{} for _ in edges]
+        self._held: list[dict[int, Item]] = [{} for _ in edges]
         self._ended: set[int] = set()
-        self._complete: dict[int, Joined] = {}  # by order
+        self._complete: dict[int, Joined] = {}
         self._ready: list[Joined] = []  # complete, and so are all before them
-        ahead = frozenset(ledger.ahead)
-        self._orders = (order for order in itertools.count(ledger.frontier) if order not in ahead)
-        self._next = next(self._orders)
+        self._next = 0
 
     def poll(self, timeout_s: float) -> int:
         """Takes what comes within `timeout_s`; the number of groups ready. Raises the first error of the run."""
         for index, edge in enumerate(self._edges):
             if index not in self._ended and index not in self._calls.values():
-                call = edge.lease.remote(self._consumer, self._at_most, keep=True, timeout_s=LEASE_WAIT_S)
+                call = edge.lease.remote(
+                    self._consumer, self._at_most, holder=HOLDER, keep=True, timeout_s=LEASE_WAIT_S
+                )
                 self._calls[call] = index
         done, _ = ray.wait(list(self._calls), num_returns=1, timeout=timeout_s) if self._calls else ([], [])
         for call in done:
-            self._receive(self._calls.pop(call), get(call, "an edge of the update stage", timeout_s=LEASE_WAIT_S))
+            index = self._calls.pop(call)
+            try:
+                ray.get(call, timeout=1)
+            except ActorUnavailableError:  # it comes back, with all that it had
+                time.sleep(AGAIN_S)
+                continue
+            self._receive(index, get(call, f"an edge before {self._consumer}", timeout_s=1))
+        self._advance()
         return len(self._ready)
-
-    def take(self, most: int) -> list[Joined]:
-        """Up to `most` groups, in the order of their prompts."""
-        taken, self._ready = self._ready[:most], self._ready[most:]
-        return taken
 
     @property
     def ended(self) -> bool:
-        """Whether no group can come any more."""
-        return len(self._ended) == len(self._edges)
+        """Whether no group will come that is not ready. One that came on some edges only is waited for: if it has left
+        the graph, the ledger is yet to be told."""
+        waiting = any(order not in self._ledger.closed for held in self._held for order in held)
+        return len(self._ended) == len(self._edges) and not waiting and not self._complete
 
-    def ack(self, groups: Sequence[Joined]) -> None:
-        """These groups are trained. Not waited for: an edge that is gone shows at the next lease."""
-        for edge in self._edges:
-            edge.ack.remote(self._consumer, [g.group_id for g in groups])
+    def take(self, wanted: int) -> list[Joined]:
+        """The next `wanted` groups, or all that are ready where there are fewer."""
+        taken, self._ready = self._ready[:wanted], self._ready[wanted:]
+        return taken
 
     def _receive(self, index: int, lease: Lease) -> None:
         if lease.failure is not None:
@@ -93,15 +103,28 @@ class Joiner:
         if lease.drained:
             self._ended.add(index)
         for item in lease.items:
-            self._held[index][item.group_id] = item
-            if all(item.group_id in held for held in self._held):
-                self._complete[item.order] = Joined(items=tuple(held.pop(item.group_id) for held in self._held))
-        while (joined := self._complete.pop(self._next, None)) is not None:
-            self._ready.append(joined)
-            self._next = next(self._orders)
-        if self.ended:
-            assert not any(self._held), f"groups came on some edges only: {self._held}"
-            assert not self._complete, f"group {self._next} never came, these did: {sorted(self._complete)}"
+            order = item.order
+            if order in self._ledger.closed:  # the edge was not there when this was told
+                self._edges[index].retire.remote([order])
+            elif order >= self._next and order not in self._complete:
+                self._held[index][order] = item
+                self._pair(order)
+
+    def _pair(self, order: int) -> None:
+        if all(order in held for held in self._held):
+            joined = Joined(items=tuple(held.pop(order) for held in self._held))
+            births = {item.birth for item in joined.items}
+            assert len(births) == 1, f"{joined.group_id}: its columns are of {len(births)} samplings"
+            self._complete[order] = joined
+
+    def _advance(self) -> None:
+        closed = self._ledger.closed
+        while True:
+            if self._next in self._complete:
+                self._ready.append(self._complete.pop(self._next))
+            elif self._next not in closed:
+                break
+            self._next += 1
 
 
 def as_error(failure: Failure) -> StageError:

@@ -6,7 +6,7 @@ A tracker that fails while the run goes on is told of once and the run goes on w
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,17 @@ from ray.exceptions import RayError
 
 from rollstream.graphs import actors
 from rollstream.graphs.checkpoint import RunState
+from rollstream.graphs.fetch import fetch
 from rollstream.graphs.graph import Graph
+from rollstream.graphs.item import Item
 from rollstream.graphs.joiner import Joined
 from rollstream.graphs.options import RunOptions
 from rollstream.graphs.settings import redact_text
 from rollstream.graphs.stats import Step
 from rollstream.graphs.tracking import SAMPLE_COLUMNS, Tracker, default_uri
-from rollstream.graphs.wait import get, get_all
+from rollstream.graphs.wait import get
 from rollstream.placement import Plan
 from rollstream.stages.errors import RollstreamError
-from rollstream.stages.schema import join_columns
 
 START_S = 300.0
 FINISH_S = 120.0
@@ -45,8 +46,11 @@ class TrackerHost:
     def text(self, artifact_file: str, text: str) -> None:
         self._tracker.text(artifact_file, text)
 
-    def samples(self, step: int, parts: Sequence[Any]) -> None:
-        group = join_columns(get_all(list(parts), "a sample group", timeout_s=FINISH_S))
+    def resumed(self, step: int) -> None:
+        self._tracker.resumed(step)
+
+    def samples(self, step: int, item: Item, edges: Mapping[str, Any]) -> None:
+        group = fetch(item, edges, timeout_s=FINISH_S)
         names = [n for n in SAMPLE_COLUMNS if n in group.schema.names]
         self._tracker.samples(step, group.select(names).to_pylist())
 
@@ -63,7 +67,7 @@ class Keeper:
         self._graph, self._options, self._plan = graph, options, plan
         self._actor = actors.start(TrackerHost, self.uri, graph.name)
         self._calls: list[Any] = []
-        self._failed = False
+        self._failed = self._described = False
         self._started = self._actor.start.remote(
             folder.name,
             {**graph.settings(), "run": vars(options) | {"out": str(folder), "tracking_uri": self.uri}},
@@ -71,20 +75,24 @@ class Keeper:
             resumed.step if resumed else 0,
         )
 
-    def describe(self) -> None:
-        """Waits for the tracker to be up and keeps the drawing and the placement. A tracker that cannot start is an
-        error: better now than a run without a record."""
+    def describe(self, step: int) -> None:
+        """Waits for the tracker to be up and keeps the drawing and the placement; where that was done, marks that the
+        run went back to `step`. A tracker that cannot start is an error: better now than a run without a record."""
+        if self._described:
+            self._call(self._actor.resumed.remote(step))
+            return
+        self._described = True
         self._failed = True  # told by the error that this raises, not once more at the end
         self.run_id = get(self._started, "the tracker's start", timeout_s=START_S)
         self._failed = False
         self._call(self._actor.text.remote("graph.txt", f"{self._graph}\n\n{self._plan}\n"))
 
-    def step(self, step: Step, group: Joined) -> None:
+    def step(self, step: Step, group: Joined, edges: Mapping[str, Any]) -> None:
         """A step's metrics, and now and then a table of one of its groups."""
         self._call(self._actor.log.remote(step.index, dict(step.metrics)))
         if step.index % self._options.samples_every == 0 or step.index == 1:
-            parts = max((item.parts for item in group.items), key=len)
-            self._call(self._actor.samples.remote(step.index, parts))
+            item = max(group.items, key=lambda item: len(item.parts))
+            self._call(self._actor.samples.remote(step.index, item, edges))
 
     def finish(self, status: str) -> None:
         """Everything sent is written, the run marked as ended: also one whose stages never came up."""

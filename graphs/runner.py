@@ -9,38 +9,51 @@ One step, in order:
     wait      until groups_per_step groups are complete on all input edges of the update stage
     update    all its ranks on their shares of these groups
     publish   the new weights; only then admit as many new prompts as max_staleness allows
-    commit    ledger, acks, and every `save_every` steps a checkpoint
-Stages before the update go on with other groups meanwhile; admission alone decides how far ahead they get.
+    commit    the ledger; the groups are gone from all edges; every `save_every` steps a checkpoint
+Stages before the update go on with other groups meanwhile; admission alone decides how far ahead they get. Wherever the
+loop waits it looks after the processes (supervisor.py). If one of the update stage dies, a new attempt goes on from the
+last checkpoint, as a resumed run does.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from rollstream.graphs.checkpoint import Checkpoints, RunState, check_same_run
-from rollstream.graphs.crew import Crew, balance, demands, plan_on_cluster
+from rollstream.graphs.attempt import Attempt
+from rollstream.graphs.checkpoint import (
+    Checkpoints,
+    Found,
+    RunState,
+    changed_packages,
+    check_same_run,
+    installed_packages,
+)
+from rollstream.graphs.crew import balance, demands, plan_on_cluster
+from rollstream.graphs.edge_settings import edge_settings
 from rollstream.graphs.graph import Graph
-from rollstream.graphs.joiner import Joined, Joiner
+from rollstream.graphs.group_log import GroupLog
+from rollstream.graphs.item import Left
+from rollstream.graphs.joiner import Joined
 from rollstream.graphs.keeper import Keeper
 from rollstream.graphs.ledger import Ledger
 from rollstream.graphs.options import Resume, RunOptions
 from rollstream.graphs.session import connected
 from rollstream.graphs.stats import Step
-from rollstream.graphs.stop import StopFlag
+from rollstream.graphs.stop import StopFlag, step_grace_s
 from rollstream.graphs.wait import get_all
 from rollstream.graphs.watch import Watch
-from rollstream.placement import Placement
+from rollstream.placement import Placement, Plan
 from rollstream.stages.base import Metrics
-from rollstream.stages.errors import CheckpointError, RollstreamError
+from rollstream.stages.errors import CheckpointError, ProcessDied, RollstreamError, StageError
 
-#: A step in flight gets so long to end after a stop signal; then the run ends without it.
-GRACE_S = 20.0
 POLL_S = 0.5
 
 
@@ -78,37 +91,78 @@ class _Run:
     def __init__(self, graph: Graph, placement: Placement, options: RunOptions):
         self.graph, self.placement, self.options = graph, placement, options
         self.folder = options.folder(graph.name)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep_last=options.keep_last)
-        self.step = self.version = 0
-        self.ledger = Ledger()
-        self.busy = False  # the update stage is between steps' halves: nothing may be saved
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints", keep_last=options.keep_last, keep_every=options.keep_every
+        )
+        self.log = GroupLog(self.folder / "groups.jsonl")
+        self.notes: list[str] = []  # about the checkpoint, to be told once the view is there
+        self.furthest_step = self.num_lives_since = 0
         self.found = self._find_checkpoint()
-        self.begun_step = self.saved_step = self.step
 
     def steps(self) -> Iterator[Step]:
         with connected(), StopFlag() as stop:
             plan = plan_on_cluster(self.graph, self.placement)
-            self.crew = Crew.start(self.graph, plan, self.placement)
-            self.watch = Watch(self.graph, self.crew, self.options, stop)
-            keeper = Keeper(self.graph, self.options, self.folder, plan, self.found[1] if self.found else None)
+            self.edges = edge_settings(self.graph, self.placement, self.options, self.folder)
+            self.watch = Watch(self.graph.name, self.options, stop)
+            keeper = Keeper(self.graph, self.options, self.folder, plan, self.found.state if self.found else None)
             status = "FAILED"
             try:
                 with self.watch:
+                    yield from self._attempts(keeper, plan, stop)
+                status = "KILLED" if stop.signal else "FINISHED"
+            except GeneratorExit:
+                status = "KILLED"
+                raise
+            finally:
+                keeper.finish(status)
+            stop.exit()
+
+    def _attempts(self, keeper: Keeper, plan: Plan, stop: StopFlag) -> Iterator[Step]:
+        """Attempts until one comes to its end: each goes on from the last checkpoint."""
+        self.watch.message(f"{self.graph}\n{self.folder}\nloading models ...")
+        if self.found is None:
+            shutil.rmtree(self.folder / "journal", ignore_errors=True)  # of a run without a checkpoint
+        while True:
+            try:
+                self.attempt = Attempt(
+                    self.graph,
+                    plan,
+                    self.placement,
+                    self.options,
+                    self.edges,
+                    self.ledger,
+                    self.watch,
+                    self._on_left,
+                )
+                try:
                     self._start(keeper)
                     yield from self._loop(keeper, stop)
                     self._finish(keeper, stop)
-                status = "KILLED" if stop.signal else "FINISHED"
-            except GeneratorExit:
-                self._commit(keeper)
-                status = "KILLED"
-                raise
-            except RollstreamError as error:
-                self._rescue(keeper, error)
-                raise
-            finally:
-                self.crew.stop()
-                keeper.finish(status)
-            stop.exit()
+                    return
+                except GeneratorExit:
+                    self._commit(keeper)
+                    raise
+                except ProcessDied:
+                    raise
+                except RollstreamError as error:
+                    self._rescue(keeper, error)
+                    raise
+                finally:
+                    self.attempt.stop()
+            except ProcessDied as error:
+                self._go_back(error)
+
+    def _go_back(self, error: ProcessDied) -> None:
+        """What the update stage's process held is in the last checkpoint only: the run goes on from there."""
+        if self.step > self.furthest_step:
+            self.furthest_step, self.num_lives_since = self.step, 0
+        self.num_lives_since += 1
+        self.watch.message(str(error))
+        if self.num_lives_since > self.options.max_restarts:
+            raise error
+        lost = self.step
+        self.found = self._take_over(self.checkpoints.latest())
+        self.watch.message(f"going on from step {self.step}; step {lost} was the last one done")
 
     def _rescue(self, keeper: Keeper, error: RollstreamError) -> None:
         """Tells the error at once, and keeps what was trained before it where the update stage still can."""
@@ -119,25 +173,20 @@ class _Run:
             self.watch.message(f"no checkpoint of step {self.step}, the last is of step {self.saved_step}: {second}")
 
     def _start(self, keeper: Keeper) -> None:
-        self.watch.message(f"{self.graph}\n{self.folder}\nloading models ...")
-        self.crew.set_up()
+        self.attempt.start(self.found.folder if self.found else None, self.version, self._below())
+        for note in self.notes:
+            self.watch.message(note)
+        self.notes.clear()
         if self.found:
-            self.crew.load(self.found[0])
-            self.watch.message(f"resumed {self.found[0]} at step {self.step}")
-        self.crew.publish(self.version)
-        self.crew.connect(self.ledger)
-        self._admit()
-        self.crew.flow()
-        keeper.describe()
-        self.watch.moved()
+            self.watch.message(f"resumed {self.found.folder} at step {self.step}")
+            self.log.resumed(self.step)
+        keeper.describe(self.step)
 
     def _loop(self, keeper: Keeper, stop: StopFlag) -> Iterator[Step]:
         update = self.graph.update
-        edges = [self.crew.edges[p] for p in self.graph.inputs_of(update.name).values()]
-        joiner = Joiner(update.name, edges, at_most=update.groups_per_step, ledger=self.ledger)
         while self.options.steps is None or self.step < self.options.steps:
             begun = time.monotonic()
-            groups = self._wait_for_groups(joiner, update.groups_per_step)
+            groups = self._wait_for_groups(update.groups_per_step)
             if not groups:
                 if not stop.signal and self.options.steps is not None:
                     self.watch.message(f"the prompts ended after {self.step} of {self.options.steps} steps")
@@ -145,20 +194,12 @@ class _Run:
             waited = time.monotonic()
             metrics = self._update(groups)
             if metrics is None:
-                self.watch.message(f"step {self.step + 1} did not end within {GRACE_S:g} s and is given up")
+                self.watch.message(f"step {self.step + 1} did not end in time and is given up")
                 return
             updated = time.monotonic()
-            self.version += 1
-            self.crew.publish(self.version)
-            self.step += 1
-            self.busy = False
-            self._admit()
-            self.ledger.commit(g.order for g in groups)
-            joiner.ack(groups)
-            metrics |= _times(begun, waited, updated, metrics)
-            metrics["rollout/staleness"] = _mean([self.version - 1 - g.version for g in groups])
-            step = Step(index=self.step, version=self.version, metrics=metrics, checkpoint=self._save_if_due(keeper))
-            keeper.step(step, groups[0])
+            step = self._commit_step(groups, metrics | _times(begun, waited, updated, metrics))
+            step = self._save_if_due(keeper, step)
+            keeper.step(step, groups[0], self.attempt.crew.edges)
             self.watch.step(step)
             del groups  # their rows need not outlive the step
             yield step
@@ -166,24 +207,25 @@ class _Run:
             if stop.signal:
                 return
 
-    def _wait_for_groups(self, joiner: Joiner, wanted: int) -> list[Joined]:
+    def _wait_for_groups(self, wanted: int) -> list[Joined]:
         """A step's groups; fewer only where the prompts have ended, none where the run is to stop."""
+        joiner = self.attempt.joiner
         while joiner.poll(POLL_S) < wanted and not joiner.ended:
-            self.watch.look()
+            self.attempt.look(self.version)
             if self.watch.stop.signal:
                 return []
         return joiner.take(wanted)
 
     def _update(self, groups: Sequence[Joined]) -> dict[str, float] | None:
         """One step on all ranks; its metrics, or None where a stop signal came and the step did not end in time."""
-        staleness = self.graph.weights.max_staleness if self.graph.weights else 0
-        late = [g.group_id for g in groups if self.version - g.version > staleness]
-        assert not late, f"groups {late} are more than {staleness} versions old"
+        allowed = self.graph.weights.max_staleness if self.graph.weights else self.version
+        late = [g.group_id for g in groups if self.version - g.version > allowed]
+        assert not late, f"groups {late} are more than {allowed} versions old"
         self.busy = True
         shares = balance([g.nbytes for g in groups], self.graph.update.data_parallel_size)
         calls = [
-            rank.update.remote(self.step + 1, [[i.parts for i in groups[g].items] for g in shares[share]])
-            for number, rank in enumerate(self.crew.updaters)
+            rank.update.remote(self.step + 1, [groups[g].items for g in shares[share]])
+            for number, rank in enumerate(self.attempt.crew.updaters)
             for share in (self.graph.update.share_of(number),)
         ]
         pending = calls
@@ -191,9 +233,9 @@ class _Run:
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=POLL_S)
             get_all(done, self.graph.update.name, timeout_s=POLL_S * 20)
-            self.watch.look()
+            self.attempt.look(self.version, update_is_free=False)
             if self.watch.stop.signal:
-                give_up = give_up or time.monotonic() + GRACE_S
+                give_up = give_up or time.monotonic() + step_grace_s(os.environ)
                 if time.monotonic() > give_up:
                     return None
         sums = Metrics()
@@ -203,72 +245,121 @@ class _Run:
             sums.merge(group.items[0].metrics)
             for other in group.items[1:]:
                 sums.merge({n: m for n, m in other.metrics.items() if n not in group.items[0].metrics})
-        self.watch.moved()
         return sums.means() | {"step/groups": float(len(groups)), "step/tokens": sums.sums.get("actor/tokens", (0,))[0]}
 
-    def _admit(self) -> None:
-        """As many prompts as may have been dispatched since this run began; never more than the run will train."""
-        if self.graph.weights is None:
-            return
-        per_step = self.graph.update.groups_per_step
-        total = self.graph.weights.admitted(self.step - self.begun_step, per_step)
+    def _commit_step(self, groups: Sequence[Joined], metrics: dict[str, float]) -> Step:
+        """The weights go out, more prompts may come, the groups are closed."""
+        staleness = tuple(self.version - g.version for g in groups)
+        self.log.trained(self.step + 1, self.version, groups)
+        self.version += 1
+        self.attempt.publish(self.version)
+        self.step += 1
+        self.busy = False
+        orders = [g.order for g in groups]
+        self.ledger.commit(orders)
+        self.attempt.trained(orders)
+        self.attempt.flow.admit(self._below())
+        metrics["rollout/staleness"] = sum(staleness) / len(staleness)
+        metrics["step/left_groups"] = float(len(self.ledger.left))
+        return Step(index=self.step, version=self.version, metrics=metrics, staleness=staleness)
+
+    def _below(self) -> int:
+        """The order below which prompts may be dispatched: as far as staleness allows, and never more than the run will
+        train."""
+        num_groups = self.graph.admitted(self.version)
         if self.options.steps is not None:
-            total = min(total, (self.options.steps - self.begun_step) * per_step)
-        self.crew.admit(total)
+            num_groups = min(num_groups, self.options.steps * self.graph.update.groups_per_step)
+        return self.ledger.below(num_groups)
+
+    def _on_left(self, left: Left) -> None:
+        """Another group takes its place."""
+        self.log.left(left)
+        if left.kind == "quarantined":
+            self.watch.message(f"group {left.group_id} is set aside in {self.folder / 'quarantine'}: {left.reason}")
+        self.attempt.flow.admit(self._below())
 
     def _finish(self, keeper: Keeper, stop: StopFlag) -> None:
-        self._commit(keeper)
+        if not self._commit(keeper) and self.saved_step != self.step and not self.busy:
+            raise CheckpointError(
+                f"step {self.step}, the last, could not be saved: the last checkpoint is of step {self.saved_step}. "
+                "Make room and resume"
+            )
         if self.options.export and not stop.signal:
-            self.crew.export(self.folder / "model")
+            self.attempt.crew.export(self.folder / "model")
             self.watch.message(f"model for transformers: {self.folder / 'model'}")
         self.watch.message(keeper.where())
 
-    def _save_if_due(self, keeper: Keeper) -> str | None:
-        due = self.step % self.options.save_every == 0 or self.step == self.options.steps
-        return self._commit(keeper) if due else None
+    def _save_if_due(self, keeper: Keeper, step: Step) -> Step:
+        due = self.step % self.options.save_every == 0 or self.step == self.options.steps or self.failed_saves > 0
+        folder = self._commit(keeper) if due else None
+        metrics = {**step.metrics, "checkpoint/failed": float(self.failed_saves)}
+        return dataclasses.replace(step, checkpoint=folder, metrics=metrics)
 
     def _commit(self, keeper: Keeper) -> str | None:
-        """A checkpoint of the last finished step, unless there is one or a step is half done."""
+        """A checkpoint of the last finished step, unless there is one or a step is half done. One that fails, as on a
+        full disk, is told of; the one before stays, and the next step tries again."""
         if self.step == self.saved_step or self.busy:
             return None
-        writing = self.checkpoints.begin(self.step)
-        self.crew.save(writing)
-        folder = self.checkpoints.publish(writing, self._state(keeper.run_id))
-        self.saved_step = self.step
-        self.watch.moved()
+        writing: Path | None = None
+        try:
+            state = self._state(keeper.run_id, self.ledger.to_json(self.attempt.flow.under_way()))
+            writing = self.checkpoints.begin(self.step)
+            self.attempt.crew.save(writing)
+            folder = self.checkpoints.publish(writing, state)
+        except ProcessDied:
+            raise
+        except (OSError, StageError, CheckpointError) as error:
+            if writing is not None:
+                self.checkpoints.discard(writing)
+            self.failed_saves += 1
+            self.watch.message(
+                f"step {self.step} is not saved, the last checkpoint is of step {self.saved_step}: {error}"
+            )
+            return None
+        finally:
+            self.watch.moved()
+        self.saved_step, self.failed_saves = self.step, 0
         self.watch.message(f"checkpoint: {folder}")
         return str(folder)
 
-    def _state(self, tracking_run: str | None) -> RunState:
+    def _state(self, tracking_run: str | None, ledger: Mapping[str, Any]) -> RunState:
         return RunState(
             step=self.step,
             version=self.version,
-            frontier=self.ledger.frontier,
-            ahead=tuple(sorted(self.ledger.ahead)),
+            ledger=ledger,
             data=self.graph.source.fingerprint(),
             graph=str(self.graph),
             settings={s: {k: str(v) for k, v in kv.items()} for s, kv in self.graph.settings().items()},
+            packages=installed_packages(),
             tracking_run=tracking_run,
         )
 
-    def _find_checkpoint(self) -> tuple[Path, RunState] | None:
+    def _find_checkpoint(self) -> Found | None:
         """The checkpoint to go on from, whose step, version and ledger this run takes over."""
         resume = self.options.resume
         found = self.checkpoints.latest()
         if resume == "never" and found is not None:
             raise CheckpointError(
-                f"{found[0]} is there already: resume it (--resume, or resume='auto'), or give another folder (out=...)"
+                f"{found.folder} is there already: resume it (--resume, or resume='auto'), or give another folder "
+                "(out=...)"
             )
         if resume == "must" and found is None:
             raise CheckpointError(f"nothing to resume in {self.checkpoints.root}: it has no complete checkpoint")
+        self._take_over(found)
         if found is not None:
-            self.ledger, self.step, self.version = found[1].ledger(), found[1].step, found[1].version
-            check_same_run(found[1], self._state(None))
+            now = self._state(None, {})
+            check_same_run(found.state, now)
+            self.notes += [*found.passed_over, *changed_packages(found.state, now)]
         return found
 
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    def _take_over(self, found: Found | None) -> Found | None:
+        """Step, version and ledger of a checkpoint, or of the beginning."""
+        self.step = found.state.step if found else 0
+        self.version = found.state.version if found else 0
+        self.ledger = Ledger.from_json(found.state.ledger) if found else Ledger()
+        self.saved_step, self.failed_saves = self.step, 0
+        self.busy = False  # the update stage is between a step's halves: nothing may be saved
+        return found
 
 
 def _times(begun: float, waited: float, updated: float, metrics: dict[str, float]) -> dict[str, float]:
@@ -277,6 +368,5 @@ def _times(begun: float, waited: float, updated: float, metrics: dict[str, float
         "time/step_s": now - begun,
         "time/wait_s": waited - begun,
         "time/update_s": updated - waited,
-        "time/weights_s": now - updated,
         "time/tokens_per_s": metrics["step/tokens"] / (now - begun),
     }

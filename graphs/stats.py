@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rollstream.graphs.item import Left
+
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeStats:
@@ -21,6 +23,18 @@ class EdgeStats:
     total_groups: int  # ever put in
     redelivered: int
     closed: bool
+    left: tuple[Left, ...] = ()  # groups that left the graph here, and are not retired
+    overdue: tuple[str, ...] = ()  # holders whose leases ran out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whereabouts:
+    """One group in one edge. Made by the edge for the ledger."""
+
+    order: int
+    group_id: str
+    version: int
+    consumers: Mapping[str, str]  # waiting | leased | done
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +50,8 @@ class StageStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One finished step, as `run()` yields it.
+    """One finished step, as `run()` yields it. Where the update stage's process died, the run goes on from its last
+    checkpoint, and yields the steps since then again.
 
     `metrics` holds means by name, such as "reward/mean", "rollout/response_tokens", "actor/loss", and the step's
     "time/step_s"; `version` is the weights' version after the step.
@@ -46,6 +61,7 @@ class Step:
     version: int
     metrics: Mapping[str, float]
     checkpoint: str | None = None  # the folder, where this step was saved
+    staleness: tuple[int, ...] = ()  # of each group: versions between its start and its training
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,27 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import Any
+
+#: A step in flight gets so long to end after a stop signal; then the run ends without it.
+GRACE_S = 20.0
+#: What Ray gives a stopped job until it kills it, unless RAY_JOB_STOP_WAIT_TIME_S says otherwise.
+JOB_GRACE_S = 3.0
+#: Share of a job's grace that a step in flight may take; the rest is for the checkpoint.
+STEP_SHARE = 0.4
+
+
+def step_grace_s(environment: Mapping[str, str]) -> float:
+    """Seconds that a step in flight may go on after a stop signal.
+
+    >>> step_grace_s({}), step_grace_s({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}", "RAY_JOB_STOP_WAIT_TIME_S": "10"})
+    (20.0, 4.0)
+    """
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in environment:
+        return GRACE_S
+    return min(STEP_SHARE * float(environment.get("RAY_JOB_STOP_WAIT_TIME_S", JOB_GRACE_S)), GRACE_S)
 
 
 class StopFlag:

@@ -190,6 +190,11 @@ class Tracker:
             )
         return str(found.experiment_id)
 
+    def resumed(self, done_steps: int) -> None:
+        """The run went back to where `done_steps` steps were done: later ones come again."""
+        tags = self._client.get_run(self.run_id).data.tags
+        self._write(tags=_resumed_tag(tags, done_steps))
+
     def _resume(self, run_id: str, params: dict[str, str], done_steps: int) -> tuple[dict[str, str], dict[str, str]]:
         """Opens the run again; its new parameters, and the tags that tell of the resume."""
         from mlflow.exceptions import MlflowException
@@ -203,8 +208,7 @@ class Tracker:
                 "the tracking URI that the checkpoint was written under."
             ) from error
         self.run_id = run_id
-        resumes = [*data.tags.get("rollstream.resumed_at", "").split(), str(done_steps)]
-        tags = {"rollstream.resumed_at": _cut(" ".join(resumes), MAX_TAG_CHARS)}
+        tags = _resumed_tag(data.tags, done_steps)
         changed = [f"{k}: {data.params[k]} -> {v}" for k, v in params.items() if data.params.get(k, v) != v]
         if changed:
             tags[f"rollstream.changed_at_{done_steps}"] = _cut("\n".join(changed), MAX_TAG_CHARS)
@@ -272,3 +276,9 @@ def _cell(value: object) -> object:
     if (isinstance(value, int) and value.bit_length() < 64) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return _shown(value)
+
+
+def _resumed_tag(tags: Mapping[str, str], done_steps: int) -> dict[str, str]:
+    """The tag that lists every step that the run was resumed at, with one more."""
+    steps = [*tags.get("rollstream.resumed_at", "").split(), str(done_steps)]
+    return {"rollstream.resumed_at": _cut(" ".join(steps), MAX_TAG_CHARS)}

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
-from rollstream.stages.errors import RollstreamError, StageError, StalledError
+from rollstream.stages.errors import ProcessDied, RollstreamError, StalledError
+
+AGAIN_S = 0.2
 
 
 def get(ref: Any, what: str, *, timeout_s: float) -> Any:
-    """`ray.get`, or the error in our own terms: StalledError saying what did not come, StageError for a dead process,
+    """`ray.get`, or the error in our own terms: StalledError saying what did not come, ProcessDied for a dead process,
     or the error of ours that was raised at the other end."""
     try:
         return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError:
         raise StalledError(f"{what}: no answer in {timeout_s:g} s") from None
     except RayActorError as error:
-        raise StageError(what, "", f"its process died: {error}") from None
+        raise ProcessDied(what, "", f"its process died: {error}") from None
     except RayTaskError as error:
         if isinstance(error.cause, RollstreamError):
             raise error.cause from None
@@ -35,3 +38,24 @@ def get_all(refs: Sequence[Any], what: str, *, timeout_s: float) -> list[Any]:
             raise StalledError(f"{what}: {len(pending)} of {len(refs)} gave no answer in {timeout_s:g} s")
         get(done, what, timeout_s=timeout_s)
     return get(list(refs), what, timeout_s=timeout_s)
+
+
+def ask(call: Callable[[], Any], what: str, *, timeout_s: float) -> Any:
+    """The answer to `call()`, asked again while the actor is being started again. Only for calls that may be made
+    twice."""
+    give_up = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ray.get(call(), timeout=max(give_up - time.monotonic(), AGAIN_S))
+        except ActorUnavailableError as error:
+            if time.monotonic() > give_up:
+                raise ProcessDied(what, "", f"its process did not come back in {timeout_s:g} s: {error}") from None
+            time.sleep(AGAIN_S)
+        except GetTimeoutError:
+            raise StalledError(f"{what}: no answer in {timeout_s:g} s") from None
+        except RayActorError as error:
+            raise ProcessDied(what, "", f"its process died: {error}") from None
+        except RayTaskError as error:
+            if isinstance(error.cause, RollstreamError):
+                raise error.cause from None
+            raise

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 import ray
 
 from rollstream.graphs.crew import Crew
-from rollstream.graphs.graph import Graph
+from rollstream.graphs.edge_metrics import RunMetrics
 from rollstream.graphs.options import RunOptions
 from rollstream.graphs.report import LiveView
 from rollstream.graphs.stats import EdgeStats, Snapshot, StageStats, Step
 from rollstream.graphs.stop import StopFlag
 from rollstream.graphs.wait import get
-from rollstream.stages.errors import StalledError
+from rollstream.stages.errors import ProcessDied, StalledError
 
 LOOK_EVERY_S = 1.0
 #: Reading an answer that is there already.
@@ -26,9 +26,12 @@ CALL_S = 10.0
 class Watch:
     """Asks edges and hosts for their counts about once a second, without ever waiting for them."""
 
-    def __init__(self, graph: Graph, crew: Crew, options: RunOptions, stop: StopFlag):
+    def __init__(self, graph: str, options: RunOptions, stop: StopFlag):
         self.stop = stop
-        self._graph, self._crew, self._options = graph, crew, options
+        self._graph, self._options = graph, options
+        self._metrics_of_run = RunMetrics(graph)
+        self._crew: Crew | None = None
+        self._on_edge: Callable[[EdgeStats], None] = lambda stats: None
         self._view = LiveView()
         self._begun = self._moved = time.monotonic()
         self._looked = 0.0
@@ -46,12 +49,25 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._view.__exit__(kind, error, at)
 
+    def follow(self, crew: Crew, on_edge: Callable[[EdgeStats], None]) -> None:
+        """From now on looks at this crew; `on_edge` gets what each edge says."""
+        self._crew, self._on_edge = crew, on_edge
+        self._asked.clear()
+        self._edges.clear()
+        self._stages.clear()
+        self.moved()
+
+    def restarted(self, stage: str) -> None:
+        self._metrics_of_run.restart(stage)
+        self.moved()
+
     def message(self, text: str) -> None:
         self._view.message(text)
 
     def step(self, step: Step) -> None:
         self._step, self._metrics = step.index, step.metrics
         self._view.step(step)
+        self._metrics_of_run.step(list(step.staleness))
         self.moved()
 
     def moved(self) -> None:
@@ -75,6 +91,8 @@ class Watch:
 
     def _ask(self) -> None:
         waiting = set(self._asked.values())
+        if self._crew is None:
+            return
         for producer, edge in self._crew.edges.items():
             if (key := ("edge", producer, 0)) not in waiting:
                 self._asked[edge.stats.remote()] = key
@@ -89,18 +107,24 @@ class Watch:
         done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
         for call in done:
             kind, name, number = self._asked.pop(call)
-            answer = get(call, f"the edge after {name}" if kind == "edge" else name, timeout_s=CALL_S)
+            try:
+                answer = get(call, f"the edge after {name}" if kind == "edge" else name, timeout_s=CALL_S)
+            except ProcessDied:
+                continue  # the supervisor sees to that
             if kind == "edge":
                 before = self._edges.get(name)
                 if before is None or answer.total_groups != before.total_groups:
                     self.moved()
                 self._edges[name] = answer
+                self._on_edge(answer)
             else:
                 self._stages.setdefault(name, {})[number] = answer
+        for stage in self._snapshot(0).stages:
+            self._metrics_of_run.stage(stage.name, stage.busy_s, stage.wait_s)
 
     def _snapshot(self, now: float) -> Snapshot:
         return Snapshot(
-            graph=self._graph.name,
+            graph=self._graph,
             step=self._step,
             steps=self._options.steps,
             elapsed_s=now - self._begun,

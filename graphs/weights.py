@@ -8,6 +8,7 @@ version is kept. A rollout host asks for the newest before each batch, so no bat
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,9 +47,9 @@ class Weights:
         if self.max_staleness < 0:
             raise ConfigError(f"max_staleness must be 0 or more, got {self.max_staleness}")
 
-    def admitted(self, trained_versions: int, groups_per_step: int) -> int:
-        """Prompts that may have been dispatched in all once `trained_versions` steps are done."""
-        return (self.max_staleness + trained_versions + 1) * groups_per_step
+    def admitted(self, version: int, groups_per_step: int) -> int:
+        """Groups that may have been dispatched in all while the weights are at `version`."""
+        return (self.max_staleness + version + 1) * groups_per_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +61,26 @@ class Published:
 
 
 class WeightStore:
-    """Async actor that holds the newest version."""
+    """Async actor that holds the newest version. Its own death loses nothing but that: it is published again."""
 
     def __init__(self) -> None:
         self._newest: Published | None = None
+        self._published = asyncio.Event()
+
+    async def stay(self) -> None:
+        """Never answers: its error is how the runner learns of this actor's death."""
+        await asyncio.Event().wait()
 
     async def publish(self, version: int, buckets: Sequence[Any]) -> None:
         if self._newest is not None:
-            assert version > self._newest.version, f"version {version} after {self._newest.version}"
+            assert version >= self._newest.version, f"version {version} after {self._newest.version}"
         self._newest = Published(version=version, buckets=tuple(buckets))
+        self._published.set()
 
-    async def latest(self) -> Published | None:
+    async def latest(self) -> Published:
+        """The newest version; waits for the first."""
+        await self._published.wait()
+        assert self._newest is not None
         return self._newest
 
 
@@ -89,4 +99,4 @@ def bucketed(tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[list[tuple[s
 
 
 def make_weight_store() -> Any:
-    return actors.start(WeightStore)
+    return actors.start(WeightStore, comes_back=True, max_concurrency=1000)

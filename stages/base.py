@@ -85,6 +85,13 @@ class World:
     threads: int = 0
 
 
+@dataclass(frozen=True)
+class Filtered:
+    """What a map stage gives in place of columns for a group that goes no further; another takes its place."""
+
+    reason: str
+
+
 class Stream(Generic[S_co]):
     """What a wired stage puts out. `inputs` are the streams it takes in, by the name of the argument."""
 
@@ -188,13 +195,16 @@ class MapStage(Stage[In, Out]):
         return self._wire(stream=stream)
 
     @abstractmethod
-    def process(self, group: pa.RecordBatch) -> Mapping[str, pa.Array]:
-        """The columns that this stage adds, one row for each row of `group`. Called on every rank with the same
-        group; what rank 0 returns goes on."""
+    def process(self, group: pa.RecordBatch) -> Mapping[str, pa.Array] | Filtered:
+        """The columns that this stage adds, one row for each row of `group`, or Filtered(why) for a group that is not
+        to be trained on. Called on every rank with the same group; what rank 0 returns goes on."""
 
-    def run(self, group: pa.RecordBatch) -> pa.RecordBatch:
+    def run(self, group: pa.RecordBatch) -> pa.RecordBatch | Filtered:
         """`process`, checked: exactly the added columns of the schema, lengths and nulls right, plus sample_id."""
-        added = dict(self.process(group))
+        found = self.process(group)
+        if isinstance(found, Filtered):
+            return found
+        added = dict(found)
         wanted = {n: t for n, t in self.produces.columns.items() if n not in self.consumes.columns}
         if set(added) != set(wanted):
             raise WiringError(f"{self.name} must add columns {sorted(wanted)}, it added {sorted(added)}")

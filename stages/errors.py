@@ -6,13 +6,16 @@
         DataError                 a data file, column or row is wrong    driver, at `Graph.check`
         PlacementError            what was asked for can never be had    driver, before any actor starts
       CheckpointError             a checkpoint is torn, foreign or absent  driver, at resume
-      StageError (RuntimeError)   a stage raised or died while running; names stage and sample, holds the traceback
+      StageError (RuntimeError)   a stage raised while running; names stage and sample, holds the traceback
         PluginError               a reward function raised; names the sample
+        ProcessDied               a stage's process died more often than it may
       StalledError                nothing moved for the stall limit; names the stage, the group and its age
 
-`ConfigError` and its kin list every fault found, not only the first. A `StageError` ends the run: the original error
-comes first and nothing is retried. A reward that runs out of time is not an error but data: the sample gets the
-time-out score and is counted (`reward/timed_out`).
+`ConfigError` and its kin list every fault found, not only the first. What raises ends the run: the original error comes
+first and nothing is retried. What dies is started again and its groups are given out again; a group that takes its
+process down twice is set aside (`RunOptions.max_restarts`, `max_deaths`). A reward that runs out of time is not an
+error but data: the sample gets the time-out score and is counted (`reward/timed_out`). A checkpoint that can't be
+written is told of, and the run goes on; only the last one must be.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ class CheckpointError(RollstreamError):
 
 
 class StageError(RollstreamError, RuntimeError):
-    """A stage raised, or its process died.
+    """A stage raised.
 
     `stage` names it, `subject` says what it was working on (a sample or group id, or ""), `cause` is the text of the
     first traceback.
@@ -84,6 +87,10 @@ class StageError(RollstreamError, RuntimeError):
 
 class PluginError(StageError):
     """A reward function raised; `subject` is the sample's id."""
+
+
+class ProcessDied(StageError):
+    """A process died, and was not started again or died too often; `subject` is empty."""
 
 
 class StalledError(RollstreamError):

@@ -1,0 +1,91 @@
+"""One life of a run's actors: from their start, fresh or from a checkpoint, to their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rollstream.graphs.crew import Crew
+from rollstream.graphs.edge_actor import EdgeSettings
+from rollstream.graphs.flow import Flow
+from rollstream.graphs.graph import Graph
+from rollstream.graphs.item import Left
+from rollstream.graphs.joiner import Joiner
+from rollstream.graphs.ledger import Ledger
+from rollstream.graphs.options import RunOptions
+from rollstream.graphs.stats import EdgeStats
+from rollstream.graphs.supervisor import Supervisor
+from rollstream.graphs.watch import Watch
+from rollstream.placement import Placement, Plan
+
+
+class Attempt:
+    """Actors, the flow between them, and who watches over both. `on_left` is told of each group that leaves the graph
+    untrained, once."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        placement: Placement,
+        options: RunOptions,
+        edges: Sequence[EdgeSettings],
+        ledger: Ledger,
+        watch: Watch,
+        on_left: Callable[[Left], None],
+    ):
+        self.ledger = ledger
+        self._watch, self._on_left = watch, on_left
+        self.crew = Crew.start(graph, plan, placement, edges)
+        self.flow = Flow(self.crew, ledger)
+        self._supervisor = Supervisor(
+            self.crew,
+            self.flow,
+            max_restarts=options.max_restarts,
+            tell=watch.message,
+            restarted=watch.restarted,
+        )
+        update = graph.update
+        inputs = [self.crew.edges[producer] for producer in graph.inputs_of(update.name).values()]
+        self.joiner = Joiner(update.name, inputs, at_most=update.groups_per_step, ledger=ledger)
+
+    def start(self, checkpoint: Path | None, version: int, below: int) -> None:
+        """Loads the stages, then the checkpoint if there is one, and lets groups of orders below `below` flow."""
+        self.crew.set_up()
+        if checkpoint is not None:
+            self.crew.load(checkpoint)
+        self.crew.publish(version)
+        self.flow.admit(below)
+        self.flow.begin(version)
+        self._watch.follow(self.crew, self._on_edge)
+
+    def look(self, version: int, *, update_is_free: bool = True) -> None:
+        """Replaces what has died, shows what goes on, and takes note of groups that left. Raises ProcessDied where
+        only the last checkpoint helps, StalledError past the stall limit."""
+        self._supervisor.look(version)
+        if self._supervisor.must_publish and update_is_free:
+            self.publish(version)
+        self._watch.look()
+
+    def publish(self, version: int) -> None:
+        """Sends the update stage's weights to the store."""
+        self.crew.publish(version)
+        self._supervisor.must_publish = False
+
+    def trained(self, orders: Sequence[int]) -> None:
+        """These groups are in the ledger as trained."""
+        self.flow.retire(orders)
+        self._supervisor.step_done()
+
+    def stop(self) -> None:
+        """Ends all actors."""
+        self.crew.stop()
+        self._supervisor.stop()
+
+    def _on_edge(self, stats: EdgeStats) -> None:
+        self._supervisor.note(stats)
+        for left in stats.left:
+            if left.order not in self.ledger.closed:
+                self.ledger.leave(left)
+                self._on_left(left)
+            self.flow.retire([left.order])

@@ -1,0 +1,51 @@
+"""A group's columns, wherever they are: by the references at hand, or by asking the edge that owns them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
+
+from rollstream.graphs.item import Item, Part
+from rollstream.stages.errors import StalledError
+from rollstream.stages.schema import join_columns
+
+#: An edge that died has its groups back within a few seconds.
+FETCH_S = 120.0
+#: A reference whose owner died may give no answer at all.
+REFERENCE_S = 30.0
+AGAIN_S = 0.2
+
+
+def fetch(item: Item, edges: Mapping[str, Any], *, timeout_s: float = FETCH_S) -> pa.RecordBatch:
+    """All columns of a group. `edges` are the graph's, by the name of the stage before each.
+
+    Raises StalledError where the owner of a part does not give it within `timeout_s`.
+    """
+    refs = [part.ref for part in item.parts]
+    try:
+        if None not in refs:
+            return join_columns([batch for _, batch in ray.get(refs, timeout=REFERENCE_S)])
+    except (ObjectLostError, GetTimeoutError):
+        pass  # an owner died: its successor has the rows in a new object
+    return join_columns([_part(item, part, edges, timeout_s) for part in item.parts])
+
+
+def _part(item: Item, part: Part, edges: Mapping[str, Any], timeout_s: float) -> pa.RecordBatch:
+    give_up = time.monotonic() + timeout_s
+    while True:
+        try:
+            found: Part | None = ray.get(edges[part.edge].part.remote(item.order, item.birth), timeout=REFERENCE_S)
+            if found is not None:
+                return ray.get(found.ref, timeout=REFERENCE_S)[1]
+        except (ObjectLostError, GetTimeoutError, RayActorError):
+            pass  # it is being started again
+        if time.monotonic() > give_up:
+            raise StalledError(
+                f"the columns of {item.group_id} from {part.edge}: its edge did not give them in {timeout_s:g} s"
+            )
+        time.sleep(AGAIN_S)

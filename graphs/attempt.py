@@ -85,6 +85,8 @@ class Attempt:
     def _on_edge(self, stats: EdgeStats) -> None:
         self._supervisor.note(stats)
         for left in stats.left:
+            if self.joiner.keeps(left.order):
+                continue  # its holder died, but not before it was done
             if left.order not in self.ledger.closed:
                 self.ledger.leave(left)
                 self._on_left(left)

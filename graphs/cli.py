@@ -1,4 +1,4 @@
-"""The command line: `rollstream run`, `rollstream submit`, `rollstream rewards`."""
+"""The command line: `rollstream run`, `submit`, `trace` and `rewards`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import runpy
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,12 @@ Script = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Pyt
 Steps = Annotated[int | None, typer.Option(min=1, help="Steps in all, instead of the script's.")]
 Out = Annotated[Path | None, typer.Option(help="The run's folder, instead of the script's.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint; there must be one.")]
+Record = Annotated[list[str] | None, typer.Option(metavar="STAGE", help="Record what this stage puts out. Repeatable.")]
+Replay = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", help="Take this recording in the place of the stage that made it. Repeatable."),
+]
+Until = Annotated[str | None, typer.Option(metavar="STAGE", help="Run up to this stage; train nothing.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the graph; start nothing.")]
 
 
@@ -31,11 +38,15 @@ def run(
     steps: Steps = None,
     out: Out = None,
     resume: Resume = False,
+    record: Record = None,
+    replay: Replay = None,
+    until: Until = None,
     dry_run: DryRun = False,
 ) -> None:
     """Runs a script as `python` would, with its run's options overridden. Put options before SCRIPT; what follows it
     is the script's own."""
-    os.environ[OVERRIDES] = json.dumps(overrides(steps=steps, out=out, resume=resume, dry_run=dry_run))
+    parts: dict[str, Any] = {"record": record, "replay": replay, "until": until}
+    os.environ[OVERRIDES] = json.dumps(overrides(steps=steps, out=out, resume=resume, dry_run=dry_run, **parts))
     sys.argv = [str(script), *context.args]
     sys.path.insert(0, str(script.resolve().parent))
     runpy.run_path(str(script), run_name="__main__")
@@ -49,16 +60,32 @@ def submit(
     steps: Steps = None,
     out: Out = None,
     resume: Resume = False,
+    record: Record = None,
+    replay: Replay = None,
+    until: Until = None,
     follow: Annotated[bool, typer.Option(help="Print the job's log until it ends.")] = True,
 ) -> None:
-    """Sends a script, with its folder, to a Ray cluster as a job."""
+    """Sends a script, with its folder, to a Ray cluster as a job; paths are those that the job sees."""
     from rollstream.graphs.jobs import follow_job, submit_job
 
-    given = overrides(steps=steps, out=out, resume=resume, dry_run=False)
+    given = overrides(steps=steps, out=out, resume=resume, record=record, replay=replay, until=until)
     job = submit_job(address, script, context.args, given)
     typer.echo(f"{job}   status: ray job status --address {address} {job}")
     if follow:
         raise typer.Exit(follow_job(address, job))
+
+
+@app.command()
+def trace(
+    group: Annotated[str, typer.Argument(help="A group's id, or its order: its place among the run's prompts.")],
+    out: Annotated[Path | None, typer.Option(help="The run's folder, instead of the newest in runs/.")] = None,
+) -> None:
+    """Tells what became of one group: which stage had it when, and where it is. Reads files only, also those of a run
+    that goes on."""
+    from rollstream.graphs.group_trace import trace_group
+    from rollstream.graphs.run_files import newest_run
+
+    typer.echo(trace_group(out or newest_run(Path("runs")), group, now=time.time()))
 
 
 @app.command()
@@ -69,14 +96,13 @@ def rewards() -> None:
     typer.echo("\n".join(known_rewards()))
 
 
-def overrides(*, steps: int | None, out: Path | None, resume: bool, dry_run: bool) -> dict[str, Any]:
-    """RunOptions fields that the command line sets; what it does not say stays the script's.
+def overrides(*, out: Path | None, resume: bool = False, dry_run: bool = False, **given: Any) -> dict[str, Any]:
+    """RunOptions fields that the command line sets, as JSON has them; what it does not say stays the script's.
 
-    >>> overrides(steps=3, out=None, resume=True, dry_run=False)
-    {'steps': 3, 'resume': 'must'}
+    >>> overrides(steps=3, out=None, resume=True, replay=["rollout.arrows"])
+    {'steps': 3, 'replay': ['rollout.arrows'], 'resume': 'must'}
     """
-    given: dict[str, Any] = {"steps": steps, "out": str(out) if out else None}
-    given |= {"resume": "must" if resume else None, "dry_run": dry_run or None}
+    given |= {"out": str(out) if out else None, "resume": "must" if resume else None, "dry_run": dry_run or None}
     return {name: value for name, value in given.items() if value is not None}
 
 

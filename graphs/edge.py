@@ -4,10 +4,11 @@
                                                    --retire-------> gone: trained, or left the graph
 
 A group stays until it is retired, for its columns are needed until it is trained. A lease that is not acked in time, or
-whose holder died, is given out again; a group that took its holder down too often is set aside. `has_room` is false
-past the bounds, and then the producers are not pulled: pressure, never a drop. `admit` says up to which group a
-consumer may go, which is how staleness is bounded before compute is spent. Groups are named by their `order`, their
-position in the run's prompt sequence, and given out lowest first.
+whose holder died, is given out again; a group that took its holder down too often is set aside. What a holder got
+before it last asked is done, and perhaps on its way to the next edge: it is given out again too, but not blamed.
+`has_room` is false past the bounds, and then the producers are not pulled: pressure, never a drop. `admit` says up to
+which group a consumer may go, which is how staleness is bounded before compute is spent. Groups are named by their
+`order`, their position in the run's prompt sequence, and given out lowest first.
 
     >>> queue = EdgeQueue("a -> b", ["b"], max_groups=2, max_bytes=100, lease_s=60, clock=lambda: 0.0)
     >>> queue.put(Item(group_id="g0", order=0, version=0, birth="x", num_rows=1, parts=(Part(edge="a", nbytes=60),)))
@@ -110,7 +111,7 @@ class EdgeQueue:
     def retire_below(self, frontier: int) -> None:
         """All groups below `frontier` are retired."""
         self._retired.raise_to(frontier)
-        for order in [o for o in self._items if o < frontier]:
+        for order in [o for o in (*self._items, *self._left) if o < frontier]:
             self._drop(order)
 
     def lose(self, orders: Collection[int]) -> None:
@@ -144,10 +145,10 @@ class EdgeQueue:
 
         A group whose holder died is given alone: if it is the reason, it takes no other down.
         """
-        self._expire()
         if holder in self._released:
             return []
         cursor = self._cursors[consumer]
+        cursor.working[holder] = frozenset()
         taken = [order for order in cursor.waiting[:at_most] if cursor.admits(order)]
         suspects = [order for order in taken if order in self._deaths]
         if suspects:
@@ -157,7 +158,25 @@ class EdgeQueue:
         for order in taken:
             cursor.waiting.remove(order)
             cursor.leased[order] = _Lease(holder, math.inf if keep else self._clock() + self.lease_s)
+        cursor.working[holder] = frozenset(taken)
         return [self._items[order] for order in taken]
+
+    def renew(self, consumer: str, holder: str) -> None:
+        """The leases of `holder` begin anew: what it makes has no room yet, and that is no fault of its own."""
+        leased = self._cursors[consumer].leased
+        for order in [o for o, lease in leased.items() if lease.holder == holder]:
+            leased[order] = _Lease(holder, max(leased[order].until, self._clock() + self.lease_s))
+
+    def expire(self) -> list[Left]:
+        """Takes back the leases that ran out; groups that this befell `max_deaths` times are set aside, and returned.
+        To be called every now and then."""
+        now = self._clock()
+        aside: list[Left] = []
+        for consumer, cursor in self._cursors.items():
+            late = [order for order, lease in cursor.leased.items() if lease.until <= now]
+            self._overdue |= {cursor.leased[order].holder for order in late if cursor.blames(order)}
+            aside += self._take_back(consumer, late, f"it did not finish in {self.lease_s:g} s")
+        return aside
 
     def ack(self, consumer: str, orders: Iterable[int]) -> None:
         """What the consumer makes of these groups is safe; it will not be given them again, whether their leases ran
@@ -175,7 +194,7 @@ class EdgeQueue:
             if order not in done:
                 cursor.acked.remove(order)
                 bisect.insort(cursor.waiting, order)
-        self.ack(consumer, [order for order in cursor.waiting if order in done])
+        self.ack(consumer, [order for order in (*cursor.waiting, *cursor.leased) if order in done])
 
     def release(self, consumer: str, holder: str, *, died: str = "") -> list[Left]:
         """Takes back what `holder` has and gives it no more. `died` says how its process ended, where it did: groups
@@ -183,9 +202,11 @@ class EdgeQueue:
         self._released.add(holder)
         self._overdue.discard(holder)
         cursor = self._cursors[consumer]
-        return self._take_back(
+        aside = self._take_back(
             consumer, [order for order, lease in cursor.leased.items() if lease.holder == holder], died
         )
+        cursor.working.pop(holder, None)
+        return aside
 
     def admit(self, consumer: str, below: int) -> None:
         """`consumer` may take groups of orders below this; never fewer than it might before."""
@@ -264,22 +285,15 @@ class EdgeQueue:
     def _more_to_come(self, cursor: _Cursor) -> bool:
         return not self.closed and self.has_room() and cursor.admits(self._missing())
 
-    def _expire(self) -> None:
-        now = self._clock()
-        for consumer, cursor in self._cursors.items():
-            for holder in {lease.holder for lease in cursor.leased.values() if lease.until <= now}:
-                late = [o for o, lease in cursor.leased.items() if lease.holder == holder and lease.until <= now]
-                self._overdue.add(holder)
-                self._take_back(consumer, late, f"it did not finish in {self.lease_s:g} s")
-
     def _take_back(self, consumer: str, orders: Sequence[int], died: str) -> list[Left]:
         cursor = self._cursors[consumer]
         aside: list[Left] = []
         for order in orders:
+            blamed = bool(died) and cursor.blames(order)
             del cursor.leased[order]
-            if died:
+            if blamed:
                 self._deaths[order] = self._deaths.get(order, 0) + 1
-            if self._deaths.get(order, 0) >= self._max_deaths and died:
+            if blamed and self._deaths[order] >= self._max_deaths:
                 reason = f"{consumer} died {self._deaths[order]} times while it had this group; the last time: {died}"
                 group_id = self._items[order].group_id
                 aside.append(Left(order=order, group_id=group_id, kind="quarantined", stage=consumer, reason=reason))
@@ -302,11 +316,16 @@ class _Cursor:
     def __init__(self) -> None:
         self.waiting: list[int] = []  # ascending
         self.leased: dict[int, _Lease] = {}
+        self.working: dict[str, frozenset[int]] = {}  # what each holder got when it last asked
         self.acked: set[int] = set()  # of the groups that are here
         self.below: int | None = None
 
     def admits(self, order: int) -> bool:
         return self.below is None or order < self.below
+
+    def blames(self, order: int) -> bool:
+        """Whether the holder of this group is at work on it."""
+        return order in self.working.get(self.leased[order].holder, ())
 
     def forget(self, order: int) -> None:
         self.leased.pop(order, None)

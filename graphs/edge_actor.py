@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import sys
 import time
 import traceback
@@ -24,19 +25,25 @@ from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayError, RayTaskError
 
 from rollstream.graphs.edge import EdgeQueue
 from rollstream.graphs.edge_metrics import EdgeMetrics
 from rollstream.graphs.fetch import fetch
 from rollstream.graphs.item import Failure, Item, Left, Part
-from rollstream.graphs.journal import Journal
+from rollstream.graphs.journal import SEGMENT_BYTES, Journal
 from rollstream.graphs.recording import Recorder
 from rollstream.graphs.stats import EdgeStats, Whereabouts
 from rollstream.stages.errors import PluginError, ProcessDied, RollstreamError, StageError
 
 #: Groups that a producer may be ahead of the edge.
 GENERATOR_AHEAD = 2
+STORE_HINT = (
+    "\nRay has no room for what this stage puts out: lower Bounds.max_bytes or the size of a group, start Ray with a "
+    "larger --object-store-memory, or make room on the disk that it spills to."
+)
+#: While there is no room, what the producers hold is renewed so often.
+RENEW_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +101,7 @@ class EdgeActor:
             needed=settings.needed,
             max_deaths=settings.max_deaths,
         )
-        folder = settings.folder / "journal" / settings.producer
-        self._journal = Journal(folder) if settings.journal else None
+        self._journal: Journal | None = None
         self._recorder: Recorder | None = None
         if settings.record is not None:
             self._recorder = Recorder(settings.folder / "recorded" / f"{settings.producer}.arrows", settings.record)
@@ -118,16 +124,21 @@ class EdgeActor:
     ) -> dict[int, str]:
         """Refills from the journal; births by order of what is here then. Left out is what is retired, or was made by
         weights newer than `version`: these are of a run that went on after its checkpoint and was lost, and are made
-        again. Called once after each start; then come `keep` and `mark`, then `open`."""
+        again. Called once after each start; then come `keep` and `mark`, then `open`. Raises CheckpointError where the
+        journal can't be read."""
         self._begun = True
         self._edges = edges
         frontier, ahead = retired
         self._queue.retire([*ahead])
         self._queue.retire_below(frontier)
-        if self._journal is not None:
+        if self._settings.journal:
+            folder = self._settings.folder / "journal" / self._settings.producer
+            self._journal = Journal(folder, spare_segments=_spare_segments(self._settings))
             stale: list[int] = []
             for head, batch in self._journal.refill():
                 item = Item.from_json(head)
+                if self._queue.item(item.order) is not None:
+                    continue  # asked twice: the first answer was lost
                 if self._queue.knows(item.order) or item.version > version:
                     stale.append(item.order)
                     continue
@@ -188,7 +199,7 @@ class EdgeActor:
             num_returns="streaming", _generator_backpressure_num_objects=GENERATOR_AHEAD
         ).remote(holder, self._queue.known())
         while True:
-            await self._room()
+            await self._room(holder, inlet)
             ref = await anext(stream, None)
             if ref is None:
                 return
@@ -217,7 +228,8 @@ class EdgeActor:
                 self._metrics.left()
                 return
             item = _owned(item, ref)
-            await asyncio.to_thread(self._write, item, batch)
+            if self._journal is not None or self._recorder is not None:
+                await asyncio.to_thread(self._write, item, batch)
             self._queue.put(item)
 
     def _write(self, item: Item, batch: pa.RecordBatch) -> None:
@@ -231,10 +243,15 @@ class EdgeActor:
                 where = f"{self._settings.name}, {item.group_id}"
                 print(f"rollstream: not in the journal: {where}: {error}", file=sys.stderr)  # noqa: T201
 
-    async def _room(self) -> None:
+    async def _room(self, holder: str, inlet: Any) -> None:
+        """Waits for room. The time that a producer has for a group does not run meanwhile."""
         begun = time.monotonic()
+        renewed = -math.inf
         while not (self._opened and self._queue.has_room()):
-            await self._wait(1.0)
+            if inlet is not None and time.monotonic() - renewed >= RENEW_S:
+                renewed = time.monotonic()
+                inlet.renew.remote(self._settings.producer, holder)
+            await self._wait(RENEW_S)
         self._metrics.waited_for_room(time.monotonic() - begun)
 
     # Consumers ---------------------------------------------------------------------------------------------------
@@ -269,19 +286,28 @@ class EdgeActor:
         self._queue.ack(consumer, orders)
         await self._notify()
 
+    async def renew(self, consumer: str, holder: str) -> None:
+        self._queue.renew(consumer, holder)
+
     async def retire(self, orders: Sequence[int]) -> None:
         self._queue.retire(orders)
-        if self._journal is not None:
-            self._journal.drop(orders)
         await self._notify()
+        async with self._writing:  # one of them may be on its way into the journal
+            if self._journal is not None:
+                self._journal.drop(orders)
 
     async def admit(self, consumer: str, below: int) -> None:
         self._queue.admit(consumer, below)
         await self._notify()
 
     async def release(self, consumer: str, holder: str, died: str) -> None:
-        """Takes back what a holder has. A group that it takes down too often goes to disk, with its rows and why."""
-        for left in self._queue.release(consumer, holder, died=died):
+        """Takes back what a holder has."""
+        await self._set_aside(self._queue.release(consumer, holder, died=died))
+        await self._notify()
+
+    async def _set_aside(self, aside: Sequence[Left]) -> None:
+        """Groups that took their holders down too often go to disk, with their rows and why."""
+        for left in aside:
             item = self._queue.item(left.order)
             assert item is not None, f"group {left.order} is set aside, and not here"
             try:
@@ -290,7 +316,6 @@ class EdgeActor:
                 group = None
             quarantine(self._settings.folder / "quarantine", left, item, group)
             self._metrics.left()
-        await self._notify()
 
     async def part(self, order: int, birth: str) -> Part | None:
         """A group's columns; None where this edge does not have them (yet)."""
@@ -298,6 +323,9 @@ class EdgeActor:
         return item.parts[-1] if item is not None and item.birth == birth else None
 
     async def stats(self) -> EdgeStats:
+        """The edge as it is, once leases that ran out are taken back."""
+        await self._set_aside(self._queue.expire())
+        await self._notify()
         stats = self._queue.stats()
         self._metrics.tell(stats)
         return stats
@@ -317,6 +345,11 @@ class EdgeActor:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+def _spare_segments(settings: EdgeSettings) -> int:
+    """As many as a full edge frees: a step retires many groups at once, and the next ones must not find a cold file."""
+    return 2 + settings.max_bytes // SEGMENT_BYTES
 
 
 def _owned(item: Item, ref: Any) -> Item:
@@ -344,5 +377,6 @@ def as_failure(error: BaseException, stage: str) -> Failure:
             stage=cause.stage, subject=cause.subject, cause=cause.cause, plugin=isinstance(cause, PluginError)
         )
     if isinstance(error, RayError):  # its text has the other process's traceback, or how that process ended
-        return Failure(stage=stage, subject="", cause=f"{type(error).__name__}: {error}")
+        hint = STORE_HINT if isinstance(cause, ObjectStoreFullError | OutOfDiskError) else ""
+        return Failure(stage=stage, subject="", cause=f"{type(error).__name__}: {error}{hint}")
     return Failure(stage=stage, subject="", cause="".join(traceback.format_exception(error)))

@@ -26,24 +26,20 @@ def fetch(item: Item, edges: Mapping[str, Any], *, timeout_s: float = FETCH_S) -
 
     Raises StalledError where the owner of a part does not give it within `timeout_s`.
     """
-    refs = [part.ref for part in item.parts]
-    try:
-        if None not in refs:
-            return join_columns([batch for _, batch in ray.get(refs, timeout=REFERENCE_S)])
-    except (ObjectLostError, GetTimeoutError):
-        pass  # an owner died: its successor has the rows in a new object
     return join_columns([_part(item, part, edges, timeout_s) for part in item.parts])
 
 
 def _part(item: Item, part: Part, edges: Mapping[str, Any], timeout_s: float) -> pa.RecordBatch:
     give_up = time.monotonic() + timeout_s
+    found: Part | None = part if part.ref is not None else None
     while True:
         try:
-            found: Part | None = ray.get(edges[part.edge].part.remote(item.order, item.birth), timeout=REFERENCE_S)
+            if found is None:
+                found = ray.get(edges[part.edge].part.remote(item.order, item.birth), timeout=REFERENCE_S)
             if found is not None:
                 return ray.get(found.ref, timeout=REFERENCE_S)[1]
         except (ObjectLostError, GetTimeoutError, RayActorError):
-            pass  # it is being started again
+            found = None  # the edge died: its successor has the rows in a new object
         if time.monotonic() > give_up:
             raise StalledError(
                 f"the columns of {item.group_id} from {part.edge}: its edge did not give them in {timeout_s:g} s"

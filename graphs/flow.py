@@ -20,7 +20,7 @@ from rollstream.graphs.ledger import Ledger, OpenGroup
 from rollstream.graphs.stats import Whereabouts
 from rollstream.graphs.wait import AGAIN_S, ask
 from rollstream.stages.base import MapStage
-from rollstream.stages.errors import ProcessDied
+from rollstream.stages.errors import ProcessDied, StalledError
 
 #: An edge reads its journal, or answers.
 EDGE_S = 300.0
@@ -39,6 +39,7 @@ class Flow:
         self._below = 0
         self._numbers = itertools.count()
         self._holders: dict[tuple[str, int], str] = {}  # (stage, replica) -> its name in leases
+        self._gone: dict[str, list[str]] = {}  # stage -> names that count no more; a process may not have heard of it
         self._lock = threading.RLock()  # one mending at a time: each reads what the other edges have
 
     def begin(self, version: int) -> None:
@@ -70,15 +71,16 @@ class Flow:
             edge.retire.remote(orders)
 
     def mend_edge(self, producer: str, version: int) -> None:
-        """An edge that Ray started again refills, and is pulled for again. Raises RowsLost where it lost rows that are
-        needed."""
+        """An edge that Ray started again refills, and is pulled for again. One that was out of reach only gets what
+        it may have missed. Raises RowsLost where it lost rows that are needed."""
         edge = self._crew.edges[producer]
         with self._lock:
             if self._ask(edge.is_open):
-                return  # it was out of reach only
-            held = self._begin(edge, version)
-            consumers = next(s.consumers for s in self._graph.edges if s.producer == producer)
-            for consumer in consumers:
+                held: dict[int, str] = self._ask(edge.held)
+                self._ask(edge.retire, [order for order in held if order in self._ledger.closed])
+            else:
+                held = self._begin(edge, version)
+            for consumer in self._consumers_of(producer):
                 if consumer in self._crew.edges:
                     theirs: dict[int, str] = self._ask(self._crew.edges[consumer].held)
                     self._check_whole(producer, held, consumer, theirs)
@@ -96,8 +98,11 @@ class Flow:
         for rank in self._crew.hosts[stage][number]:
             if self._ask(rank.is_set_up):
                 actors.restart(rank)
+        give_up = time.monotonic() + EDGE_S
         for rank in self._crew.hosts[stage][number]:
             while self._ask(rank.is_set_up):
+                if time.monotonic() > give_up:
+                    raise StalledError(f"a process of {stage} was ended and is there still, {EDGE_S:g} s later")
                 time.sleep(AGAIN_S)
 
     def mend_replica(self, stage: str, number: int) -> None:
@@ -123,21 +128,25 @@ class Flow:
         return self._ask(edge.begin, self._crew.edges, (closed.frontier, frozenset(closed.ahead)), version)
 
     def _open(self, producer: str) -> None:
-        self._ask(self._crew.edges[producer].open)
+        edge = self._crew.edges[producer]
+        for consumer in self._consumers_of(producer):
+            for holder in self._gone.get(consumer, ()):
+                self._ask(edge.release, consumer, holder, "")
+        self._ask(edge.open)
         self._admit(producer)
         for number in range(len(self._crew.hosts[producer])):
             self._release(producer, number, "")
             self._pull(producer, number)
 
     def _admit(self, producer: str) -> None:
-        spec = next(s for s in self._graph.edges if s.producer == producer)
         if producer == self._graph.source.name:
-            for consumer in spec.consumers:
+            for consumer in self._consumers_of(producer):
                 self._ask(self._crew.edges[producer].admit, consumer, self._below)
 
     def _release(self, stage: str, number: int, died: str) -> None:
         holder = self._holders.pop((stage, number), None)
         if holder is not None and self._graph.inputs_of(stage):
+            self._gone.setdefault(stage, []).append(holder)
             self._ask(self._crew.edges[self._inlet_of(stage)].release, stage, holder, died)
 
     def _pull(self, stage: str, number: int) -> None:
@@ -146,6 +155,9 @@ class Flow:
         holder = self._holders[stage, number] = f"{stage}/{number}/{next(self._numbers)}"
         inlet = self._crew.edges[self._inlet_of(stage)] if self._graph.inputs_of(stage) else None
         self._crew.edges[stage].pull.remote(number, self._crew.hosts[stage][number][0], holder, inlet)
+
+    def _consumers_of(self, producer: str) -> tuple[str, ...]:
+        return next(spec.consumers for spec in self._graph.edges if spec.producer == producer)
 
     def _inlet_of(self, stage: str) -> str:
         (inlet,) = self._graph.inputs_of(stage).values()

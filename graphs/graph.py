@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollstream.graphs.discard import Discard
 from rollstream.graphs.drawing import draw
 from rollstream.graphs.weights import Weights
 from rollstream.stages.base import RolloutStage, Source, Stage, Stream, UpdateStage
@@ -163,6 +164,7 @@ class Graph:
                 f"{name} would sample from its first weights for ever: "
                 "give the graph weights=Weights(update, to=rollouts)"
                 for name in rollouts
+                if not isinstance(self.update, Discard)
             ]
         faults: list[str] = []
         if self.weights.source is not self.output:

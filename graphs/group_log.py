@@ -27,19 +27,19 @@ class GroupLog:
     def resumed(self, step: int) -> None:
         self._write([{"resumed": step}])
 
-    def trained(self, step: int, version: int, groups: Sequence[Joined]) -> None:
-        """These groups were trained as `step`, on weights of `version`."""
+    def trained(self, step: int, groups: Sequence[Joined], staleness: Sequence[int]) -> None:
+        """These groups were trained as `step`; `staleness` of each, in versions."""
         self._write(
             {
                 "order": group.order,
                 "group_id": group.group_id,
                 "state": "trained",
                 "step": step,
-                "staleness": version - group.version,
+                "staleness": versions,
                 "num_rows": group.items[0].num_rows,
                 "trail": _trail(group),
             }
-            for group in groups
+            for group, versions in zip(groups, staleness, strict=True)
         )
 
     def left(self, left: Left) -> None:

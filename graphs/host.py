@@ -115,6 +115,8 @@ class StageHost:
         had: those below the number, and these.
         """
         stage = self._stage
+        if not self._links.edges:
+            raise PeerDied(f"this process of {stage.name} is new: it is pulled once it is loaded")
         if isinstance(stage, Source):
             yield from self._produce_source(stage, known)
         elif isinstance(stage, RolloutStage):
@@ -184,8 +186,10 @@ class StageHost:
                 raise StageError(stage.name, ", ".join(by_group), "It ended without samples for these groups.")
 
     def _take_weights(self, stage: RolloutStage[Any, Any]) -> None:
-        """The newest weights, if they are newer than those that the engine has."""
+        """The newest weights, if they are newer than those that the engine has. Where nobody sends any, those that it
+        was set up with are version 0."""
         if self._links.weights is None:
+            self._version = 0
             return
         newest: Published = ask(lambda: self._links.weights.latest.remote(), "the weight store", timeout_s=CALL_S)
         if newest.version == self._version:
@@ -270,7 +274,7 @@ class StageHost:
             return do()
         except StageError:
             raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - carried on, whole
+        except BaseException as error:  # noqa: BLE001 - the process boundary: carried on, whole
             raise StageError(self._stage.name, subject, "".join(traceback.format_exception(error))) from None
         finally:
             self._busy_s += time.monotonic() - self._working[1]

@@ -92,6 +92,10 @@ class Joiner:
         waiting = any(order not in self._ledger.closed for held in self._held for order in held)
         return len(self._ended) == len(self._edges) and not waiting and not self._complete
 
+    def keeps(self, order: int) -> bool:
+        """Whether this group is ready, or in the step that goes on: it is trained, whatever is heard of it."""
+        return order < self._next and order not in self._ledger.closed
+
     def take(self, wanted: int) -> list[Joined]:
         """The next `wanted` groups, or all that are ready where there are fewer."""
         taken, self._ready = self._ready[:wanted], self._ready[wanted:]
@@ -120,9 +124,11 @@ class Joiner:
     def _advance(self) -> None:
         closed = self._ledger.closed
         while True:
-            if self._next in self._complete:
+            if self._next in closed:
+                self._complete.pop(self._next, None)
+            elif self._next in self._complete:
                 self._ready.append(self._complete.pop(self._next))
-            elif self._next not in closed:
+            else:
                 break
             self._next += 1
 

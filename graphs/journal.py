@@ -41,6 +41,8 @@ import pyarrow as pa
 from rollstream.graphs.disk import map_file, read_batch, stream_of, write_whole
 from rollstream.stages.errors import CheckpointError
 
+#: A segment that holds so many takes no more records.
+SEGMENT_BYTES = 64 << 20
 #: Lines that say nothing about a live record, past which the log is written anew.
 MAX_DEAD_LINES = 1000
 #: Where Linux says which start of the machine this is.
@@ -78,7 +80,7 @@ class Journal:
     Raises CheckpointError where the log is no journal's.
     """
 
-    def __init__(self, folder: Path, *, segment_bytes: int = 64 << 20, spare_segments: int = 2):
+    def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES, spare_segments: int = 2):
         self.folder = folder
         self.segment_bytes, self.spare_segments = segment_bytes, spare_segments
         self.nbytes = 0  # of the live records

@@ -50,7 +50,7 @@ class RunOptions:
     #: Stages whose output is recorded, each in recorded/STAGE.arrows.
     record: tuple[str, ...] = ()
     #: Recordings that take the place of the stages that made them, and of all stages that only these need.
-    replay: tuple[str, ...] = ()
+    replay: tuple[str | Path, ...] = ()
     #: The last stage that runs; nothing is trained.
     until: str | None = None
     #: Export the model for transformers at the end.
@@ -68,6 +68,12 @@ class RunOptions:
             faults.append(f"max_restarts must be 0 or more, got {self.max_restarts}")
         if self.stall_s <= 0:
             faults.append(f"stall_s must be above 0, got {self.stall_s}")
+        for name in ("record", "replay"):
+            given: object = getattr(self, name)
+            if isinstance(given, str | Path):
+                faults.append(f"{name} must be a tuple, got {given!r}: write ({str(given)!r},)")
+            else:
+                object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON knows lists only
         if self.resume not in ("never", "auto", "must"):
             faults.append(f"resume must be 'never', 'auto' or 'must', got {self.resume!r}")
         if faults:

@@ -48,6 +48,7 @@ from rollstream.graphs.options import Resume, RunOptions
 from rollstream.graphs.session import connected
 from rollstream.graphs.stats import Step
 from rollstream.graphs.stop import StopFlag, step_grace_s
+from rollstream.graphs.surgery import prepared
 from rollstream.graphs.wait import get_all
 from rollstream.graphs.watch import Watch
 from rollstream.placement import Placement, Plan
@@ -77,8 +78,8 @@ def run(
     ...     print(step.index, step.metrics["reward/mean"])
     """
     given = RunOptions.of(steps=steps, out=out, resume=resume, **options).overridden(os.environ)
+    graph, placement, given = prepared(graph, placement or Placement.auto(), given)
     graph.check()
-    placement = placement or Placement.auto()
     if given.dry_run:
         print(graph, placement.plan(demands(graph, placement)), "all checks passed", sep="\n\n")  # noqa: T201
         return iter(())
@@ -124,33 +125,31 @@ class _Run:
             shutil.rmtree(self.folder / "journal", ignore_errors=True)  # of a run without a checkpoint
         while True:
             try:
-                self.attempt = Attempt(
-                    self.graph,
-                    plan,
-                    self.placement,
-                    self.options,
-                    self.edges,
-                    self.ledger,
-                    self.watch,
-                    self._on_left,
-                )
-                try:
-                    self._start(keeper)
-                    yield from self._loop(keeper, stop)
-                    self._finish(keeper, stop)
-                    return
-                except GeneratorExit:
-                    self._commit(keeper)
-                    raise
-                except ProcessDied:
-                    raise
-                except RollstreamError as error:
-                    self._rescue(keeper, error)
-                    raise
-                finally:
-                    self.attempt.stop()
+                yield from self._attempt(keeper, plan, stop)
+                return
             except ProcessDied as error:
                 self._go_back(error)
+
+    def _attempt(self, keeper: Keeper, plan: Plan, stop: StopFlag) -> Iterator[Step]:
+        """All actors from their start to their end."""
+        self.attempt = Attempt(
+            self.graph, plan, self.placement, self.options, self.edges, self.ledger, self.watch, self._on_left
+        )
+        try:
+            self._start(keeper)
+            yield from self._loop(keeper, stop)
+            self._finish(keeper, stop)
+        except GeneratorExit:
+            self._keep_what_is_done(keeper)
+            raise
+        except ProcessDied:
+            raise
+        except RollstreamError as error:  # told at once
+            self.watch.message(str(error))
+            self._keep_what_is_done(keeper)
+            raise
+        finally:
+            self.attempt.stop()
 
     def _go_back(self, error: ProcessDied) -> None:
         """What the update stage's process held is in the last checkpoint only: the run goes on from there."""
@@ -164,9 +163,8 @@ class _Run:
         self.found = self._take_over(self.checkpoints.latest())
         self.watch.message(f"going on from step {self.step}; step {lost} was the last one done")
 
-    def _rescue(self, keeper: Keeper, error: RollstreamError) -> None:
-        """Tells the error at once, and keeps what was trained before it where the update stage still can."""
-        self.watch.message(str(error))
+    def _keep_what_is_done(self, keeper: Keeper) -> None:
+        """A checkpoint of what was trained, where the update stage still can."""
         try:
             self._commit(keeper)
         except RollstreamError as second:
@@ -179,6 +177,7 @@ class _Run:
         self.notes.clear()
         if self.found:
             self.watch.message(f"resumed {self.found.folder} at step {self.step}")
+        if self.found or self.num_lives_since:
             self.log.resumed(self.step)
         keeper.describe(self.step)
 
@@ -249,8 +248,8 @@ class _Run:
 
     def _commit_step(self, groups: Sequence[Joined], metrics: dict[str, float]) -> Step:
         """The weights go out, more prompts may come, the groups are closed."""
-        staleness = tuple(self.version - g.version for g in groups)
-        self.log.trained(self.step + 1, self.version, groups)
+        staleness = tuple(self.version - g.version if self.graph.weights else 0 for g in groups)
+        self.log.trained(self.step + 1, groups, staleness)
         self.version += 1
         self.attempt.publish(self.version)
         self.step += 1

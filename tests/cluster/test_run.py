@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+import urllib.request
 from contextlib import closing
 
 import pytest
@@ -107,6 +109,22 @@ def test_spread_gives_each_stage_a_bundle(tmp_path):
         assert _seats() == [{"StageHost": 1}] * 5
 
 
+def test_edges_and_stages_are_measured_where_prometheus_looks(tmp_path):
+    with closing(run(toy_graph(tmp_path / "d"), steps=200, out=tmp_path / "out")) as steps:
+        wanted = {
+            'rollstream_edge_put_groups_total{.*Edge="numbers -> echo"',
+            'rollstream_stage_busy_seconds{.*stage="echo"',
+            "rollstream_staleness_versions_count{",
+        }
+        deadline = time.monotonic() + 60
+        while wanted and time.monotonic() < deadline:
+            next(steps)
+            time.sleep(0.5)
+            text = _metrics()
+            wanted = {w for w in wanted if not re.search(w, text, re.IGNORECASE)}
+        assert not wanted
+
+
 def test_a_bundle_that_fits_nowhere_is_refused_before_any_actor(tmp_path):
     with pytest.raises(PlacementError, match=r"no node has room for a bundle of 64 CPU.*node 0: 8 CPU, 0 GPU"):
         list(run(toy_graph(tmp_path / "d"), steps=1, out=tmp_path / "o", placement=Placement.colocated(cpus=64)))
@@ -118,6 +136,13 @@ def test_nothing_is_left_after_a_run(tmp_path):
     while (alive := _alive()) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert alive == []
+
+
+def _metrics() -> str:
+    """All metrics of the node, as Prometheus reads them."""
+    (node,) = ray.nodes()
+    with urllib.request.urlopen(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics", timeout=10) as page:
+        return page.read().decode()
 
 
 def _alive() -> list:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollstream.graphs import Graph, Weights
-from rollstream.stages.base import MapStage, RolloutStage, Source, UpdateStage, check_wiring
+from rollstream.stages.base import Filtered, MapStage, RolloutStage, Source, UpdateStage, check_wiring
 from rollstream.stages.schema import Advantaged, Prompted, Rollouts, Scored, Trained, WithRef
 
 
@@ -43,6 +46,8 @@ class Echo(RolloutStage[Prompted, Rollouts]):
     class Config:
         temperature: float = 1.0
         sleep_s: float = 0.0
+        dies: bool = False
+        response_chars: int = 1
 
     version = -1
 
@@ -53,8 +58,15 @@ class Echo(RolloutStage[Prompted, Rollouts]):
     def generate(self, groups: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for group in groups:
             time.sleep(self.config.sleep_s)
+            if self.config.dies:
+                os._exit(7)
             prompt = group.to_pylist()[0]
-            new = {"response": "x", "response_ids": [self.version], "loss_mask": [True], "finish_reason": "stop"}
+            new = {
+                "response": "x" * self.config.response_chars,
+                "response_ids": [self.version],
+                "loss_mask": [True],
+                "finish_reason": "stop",
+            }
             new |= {"rollout_logprobs": [0.0], "weight_version": [self.version]}
             rows = [prompt | {"sample_id": f"{prompt['group_id']}.{i}"} | new for i in range(2)]
             yield pa.RecordBatch.from_pylist(rows, schema=Rollouts.arrow())
@@ -69,7 +81,11 @@ class Score(MapStage[Rollouts, Scored]):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         fail_at: int = -1
+        error: str = "ZeroDivisionError"
         stick_at: int = -1
+        stick_once: str = ""  # a file: where it is there already, the stage does not stick
+        die_at: int = -1
+        filter_at: int = -1
         loads: bool = True
 
     def setup(self, world) -> None:
@@ -79,9 +95,15 @@ class Score(MapStage[Rollouts, Scored]):
     def process(self, group):
         order = group.column("order")[0].as_py()
         if order == self.config.fail_at:
-            raise ZeroDivisionError("the toy divides by zero")
-        if order == self.config.stick_at:
+            raise getattr(builtins, self.config.error)("the toy divides by zero")
+        if order == self.config.stick_at and not (self.config.stick_once and Path(self.config.stick_once).exists()):
+            if self.config.stick_once:
+                Path(self.config.stick_once).touch()
             time.sleep(600)
+        if order == self.config.die_at:
+            os._exit(7)
+        if order == self.config.filter_at:
+            return Filtered("the toy does not like it")
         self.metrics.add("reward/mean", float(order), 1)
         rows = group.num_rows
         return {
@@ -109,6 +131,7 @@ class Count(UpdateStage[Advantaged, Trained]):
         groups_per_step: int = 4
         num_ranks: int = 1
         sleep_s: float = 0.0
+        full_disk_at: int = -1
 
     def __call__(self, stream, *, ref=None):
         check_wiring(self, stream, Advantaged)
@@ -133,6 +156,7 @@ class Count(UpdateStage[Advantaged, Trained]):
 
     def setup(self, world) -> None:
         self.rank = world.rank
+        Path(f"{self.config.diary}.pid").write_text(str(os.getpid()))
 
     def update(self, groups):
         time.sleep(self.config.sleep_s)
@@ -156,6 +180,8 @@ class Count(UpdateStage[Advantaged, Trained]):
             yield "number", np.array([self.version])
 
     def save(self, folder: Path) -> None:
+        if self.version == self.config.full_disk_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         (folder / f"rank{self.rank}").write_text(str(self.version))
 
     def load(self, folder: Path) -> None:
@@ -166,15 +192,17 @@ class Count(UpdateStage[Advantaged, Trained]):
         (folder / "number").write_text(str(self.version))
 
 
-def toy_graph(diary: Path, *, max_staleness=0, count=None, with_ref=False, echo=None, score=None, **update) -> Graph:
+def toy_graph(
+    diary: Path, *, max_staleness=0, count=None, with_ref=False, echo=None, score=None, bounds=None, **update
+) -> Graph:
     rollouts = Echo(Echo.Config(**(echo or {})))(Numbers(Numbers.Config(count=count)))
     scored = Score(Score.Config(**(score or {})))(rollouts)
     ref = Ref()(rollouts) if with_ref else None
     output = Count(Count.Config(diary=str(diary), **update))(Weigh()(scored), ref=ref)
-    return Graph("toy", output=output, weights=Weights(output, to=rollouts, max_staleness=max_staleness))
+    return Graph("toy", output=output, weights=Weights(output, to=rollouts, max_staleness=max_staleness), bounds=bounds)
 
 
 def diary_of(path: Path) -> list[dict]:
     """What the update stage wrote down, all ranks."""
-    files = sorted(path.parent.glob(f"{path.name}.*"))
+    files = sorted(path.parent.glob(f"{path.name}.[0-9]*"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]

@@ -70,6 +70,8 @@ def test_as_a_ray_job_submit_follow_status_stop(cluster, tiny_chat_model, sums):
     assert "stopped" in status.stdout, stopped.stdout + status.stdout + status.stderr
     logs = _ray("job", "logs", "--address", address, "long").stdout
     assert "Traceback" not in logs
+    # within the few seconds that Ray gives a job by default
+    assert list((home / "kept/runs/arithmetic/checkpoints").glob("step_*/state.json")), logs
 
 
 def _ray(*args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:

@@ -1,15 +1,21 @@
-"""Fixtures for the data and reward stages: a tiny model folder, groups to score, a reward that ends with its test."""
+"""Fixtures: a tiny model folder, groups to score, a reward that ends with its test, recordings."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from rollstream.graphs.item import Item, Part
+from rollstream.graphs.recording import Recorder
 from rollstream.stages.reward import Reward
+from rollstream.stages.schema import Schema
+
+sys.path.insert(0, str(Path(__file__).parent))  # for small_world
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls is defined %}[tools]{% endif %}<|end|>"
@@ -71,3 +77,41 @@ def score(rollouts: Any):
     yield run
     for stage in stages:
         stage.close()
+
+
+@pytest.fixture
+def recorded(tmp_path: Path):
+    """Records groups of two rows behind a stage, as its edge does: every column of `schema` but those `without`."""
+
+    def make(
+        stage: str,
+        schema: type[Schema],
+        orders: Any = (0, 1, 2),
+        *,
+        run: str = "a",
+        without: str = "",
+        **metrics: float,
+    ) -> str:
+        path = tmp_path / f"{run}-{stage}.arrows"
+        recorder = Recorder(path, {"graph": "g", "edge": stage})
+        for order in orders:
+            given = {"group_id": [f"g{order}"] * 2, "order": [order] * 2, "sample_id": [f"g{order}.0", f"g{order}.1"]}
+            columns = {
+                name: pa.array(given.get(name, [None] * 2), kind)
+                for name, kind in schema.columns.items()
+                if name != without
+            }
+            head = Item(
+                group_id=f"g{order}",
+                order=order,
+                version=9,
+                birth=f"{run}{order}",
+                num_rows=2,
+                parts=(Part(edge=stage, nbytes=1),),
+                metrics={name.replace("_", "/"): (value, 1.0) for name, value in metrics.items()},
+            )
+            recorder.add(head.to_json(), pa.RecordBatch.from_pydict(columns))
+        recorder.close()
+        return str(path)
+
+    return make

@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rollstream.graphs import cli
+from rollstream.graphs.group_log import GroupLog
+from rollstream.graphs.item import Left
 from rollstream.graphs.options import OVERRIDES
 
 ECHO = "import os, sys; print(os.environ['ROLLSTREAM_RUN'], sys.argv[1:], __name__)"
@@ -90,6 +92,27 @@ def test_what_is_not_given_stays_the_scripts(script):
     assert invoke("run", script(ECHO)).output == "{} [] __main__\n"
 
 
+def test_recordings_and_stages_may_be_given_more_than_once(script):
+    given = ["--record", "rollout", "--record", "reward", "--replay", "a.arrows", "--until", "reward"]
+    done = invoke("run", *given, script(ECHO))
+    assert (
+        done.output == """{"record": ["rollout", "reward"], "replay": ["a.arrows"], "until": "reward"} [] __main__\n"""
+    )
+
+
+def test_a_dry_run_of_a_part_shows_that_part(script, tmp_path):
+    (tmp_path / "helper.py").write_text(HELPER)
+    done = invoke("run", "--dry-run", "--until", "sampler", script(DRY))
+    assert done.exception is None
+    assert done.output.startswith("numbers -> sampler -> discard\n\n")
+
+
+def test_a_recording_that_is_none_is_refused_before_anything_starts(script, tmp_path, monkeypatch, capsys):
+    (tmp_path / "helper.py").write_text(HELPER)
+    assert main(monkeypatch, "run", "--replay", "none.arrows", script(DRY)) == 1
+    assert f"{tmp_path}/none.arrows is no recording: there is no such file" in capsys.readouterr().err
+
+
 def test_a_dry_run_checks_prints_and_starts_nothing(script, tmp_path):
     (tmp_path / "helper.py").write_text(HELPER)
     done = invoke("run", "--dry-run", script(DRY))
@@ -128,6 +151,24 @@ def test_a_script_that_is_not_there_is_refused(tmp_path):
 
 def test_steps_below_one_are_refused(script):
     assert invoke("run", "--steps", "0", script(ECHO)).exit_code == 2
+
+
+def test_a_group_is_traced_in_the_newest_run(tmp_path):
+    for number, name in enumerate(["new", "old"]):
+        log = tmp_path / "runs" / name / "groups.jsonl"
+        left = Left(order=3, group_id=f"g3.{name}", kind="filtered", stage="reward", reason="all rewards are equal")
+        GroupLog(log).left(left)
+        os.utime(log, (100 - number, 100 - number))
+    done = invoke("trace", "3")
+    assert done.output == "group g3.new, order 3, in runs/new\n\nfiltered at reward: all rewards are equal\n"
+    assert invoke("trace", "g3.old", "--out", "runs/old").exit_code == 0
+
+
+def test_a_trace_without_a_run_says_how_to_name_one(monkeypatch, capsys, tmp_path):
+    assert main(monkeypatch, "trace", "3") == 1
+    assert (
+        capsys.readouterr().err == f"ConfigError: there is no run in {tmp_path}/runs: say where it is (--out FOLDER)\n"
+    )
 
 
 def test_rewards_are_listed():

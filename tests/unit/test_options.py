@@ -30,6 +30,18 @@ def test_an_override_is_checked_as_any_other_value():
         RunOptions(steps=5).overridden({OVERRIDES: '{"steps": 0}'})
 
 
+def test_lists_of_the_command_line_become_tuples():
+    given = {OVERRIDES: json.dumps({"record": ["rollout"], "replay": ["a.arrows"]})}
+    options = RunOptions(steps=5).overridden(given)
+    assert (options.record, options.replay) == (("rollout",), ("a.arrows",))
+
+
+@pytest.mark.parametrize("name", ["record", "replay"])
+def test_one_name_in_the_place_of_several_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"{name} must be a tuple, got 'rollout': write \('rollout',\)"):
+        RunOptions(steps=5, **{name: "rollout"})
+
+
 def test_every_bad_value_is_listed():
     with pytest.raises(ConfigError) as caught:
         RunOptions(steps=0, save_every=0, keep_last=-1, keep_every=0, samples_every=0, stall_s=0, resume="yes")  # type: ignore[arg-type]

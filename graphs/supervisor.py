@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from rollstream.graphs import actors
 from rollstream.graphs.crew import Crew
@@ -154,6 +154,8 @@ class Supervisor:
 def _why(call: Any) -> str:
     try:
         ray.get(call, timeout=1)
+    except ActorUnavailableError:
+        return "its process ended without a word: killed, out of memory, or a crash outside Python"
     except RayActorError as error:
         return str(error)
     raise AssertionError("a call that never answers has answered")

@@ -246,9 +246,13 @@ def test_one_edge_leads_to_all_who_take_from_a_stage():
     assert set(edges) == {"numbers", "sampler", "score", "weigh", "ref"}
 
 
-def test_edges_before_the_update_always_have_room_for_what_may_be_under_way():
-    edges = graph(ref={}, staleness=2, train={"old_logprobs": "rollout"}).edges
-    assert {e.producer: e.min_groups for e in edges if e.min_groups} == {"weigh": 12, "ref": 12}
+def test_so_many_groups_are_admitted_as_staleness_allows():
+    assert graph(staleness=2, train={"old_logprobs": "rollout"}).admitted(version=3) == (2 + 3 + 1) * 4
+
+
+def test_without_a_weight_edge_an_edgeful_of_groups_is_admitted_beyond_those_trained():
+    stream = Train()(Weigh()(Score()(Sampler()(Numbers()))))
+    assert Graph("g", output=stream, bounds=Bounds(max_groups=10)).admitted(version=3) == 3 * 4 + 10
 
 
 def test_a_stage_knows_its_inputs_by_argument():

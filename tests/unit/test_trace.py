@@ -56,8 +56,12 @@ def log(tmp_path: Path) -> GroupLog:
     return GroupLog(tmp_path / "groups.jsonl")
 
 
+def log_trained(log: GroupLog, step: int, version: int, groups: list[Joined]) -> None:
+    log.trained(step, groups, [version - group.version for group in groups])
+
+
 def test_a_trained_group_shows_when_each_stage_had_it(log, tmp_path):
-    log.trained(2, 1, joined(7))
+    log_trained(log, 2, 1, joined(7))
     begun, head, *stages, trained = lines(tmp_path, "g7")
     assert begun.endswith(", 2.5 min ago")
     assert head.split() == ["stage", "begun", "at", "after", "took"]
@@ -67,7 +71,7 @@ def test_a_trained_group_shows_when_each_stage_had_it(log, tmp_path):
 
 
 def test_bars_stand_where_the_times_are(log, tmp_path):
-    log.trained(1, 0, [Joined(items=(item(0, "a", "b"),))])
+    log_trained(log, 1, 0, [Joined(items=(item(0, "a", "b"),))])
     head, first, second = lines(tmp_path, "g0")[1:4]
     bars = head.index("took") + len("took  ")
     assert first[bars:] == "=" * 13  # 2 of 6 s, of 40 characters
@@ -75,7 +79,7 @@ def test_bars_stand_where_the_times_are(log, tmp_path):
 
 
 def test_a_group_is_found_by_its_order_too(log, tmp_path):
-    log.trained(2, 1, joined(6, 7))
+    log_trained(log, 2, 1, joined(6, 7))
     assert trace_group(tmp_path, "7", now=NOON) == trace_group(tmp_path, "g7", now=NOON)
     assert trace_group(tmp_path, "7", now=NOON).startswith(f"group g7, order 7, in {tmp_path}\n\n")
 
@@ -86,11 +90,11 @@ def told(folder: Path, group: str) -> list[str]:
 
 
 def test_steps_that_were_lost_are_told_and_what_came_after(log, tmp_path):
-    log.trained(5, 4, joined(5))
-    log.trained(7, 6, joined(7))
+    log_trained(log, 5, 4, joined(5))
+    log_trained(log, 7, 6, joined(7))
     log.resumed(5)
-    log.trained(6, 5, joined(6))
-    log.trained(7, 6, joined(7))
+    log_trained(log, 6, 5, joined(6))
+    log_trained(log, 7, 6, joined(7))
     assert told(tmp_path, "g7") == [
         "trained as step 7",
         "lost with a process: the run went back to step 5",
@@ -102,15 +106,15 @@ def test_steps_that_were_lost_are_told_and_what_came_after(log, tmp_path):
 @pytest.mark.parametrize("lost", [(0, 1), (0,)])
 def test_a_run_that_began_anew_is_known_by_its_steps(log, tmp_path, lost):
     for step, order in enumerate(lost, start=1):
-        log.trained(step, step - 1, joined(order))
-    log.trained(1, 0, joined(0))
+        log_trained(log, step, step - 1, joined(order))
+    log_trained(log, 1, 0, joined(0))
     back = "lost with a process: the run went back to its beginning"
     assert told(tmp_path, "g0") == ["trained as step 1", back, "trained again as step 1"]
 
 
 def test_a_lost_group_is_under_way_again(log, tmp_path):
     put(tmp_path, "prompts", item(7, "prompts"))
-    log.trained(7, 6, joined(7))
+    log_trained(log, 7, 6, joined(7))
     assert told(tmp_path, "g7") == ["trained as step 7"]
     log.resumed(5)
     assert told(tmp_path, "g7")[2:] == ["under way: the journals of the edges behind prompts hold it"]
@@ -119,7 +123,7 @@ def test_a_lost_group_is_under_way_again(log, tmp_path):
 def test_a_group_that_left_after_the_checkpoint_is_lost_with_it(log, tmp_path):
     for order, group_id in enumerate(["early", "late"]):
         log.left(Left(order=order, group_id=group_id, kind="filtered", stage="reward", reason="equal"))
-        log.trained(order + 1, order, joined(order + 5))
+        log_trained(log, order + 1, order, joined(order + 5))
     log.resumed(1)
     assert told(tmp_path, "early") == ["filtered at reward: equal"]
     assert told(tmp_path, "late")[1:] == ["lost with a process: the run went back to step 1"]
@@ -134,7 +138,7 @@ def test_a_filtered_group_says_where_and_why(log, tmp_path):
 def test_a_group_that_is_set_aside_says_why_and_where_its_rows_are(log, tmp_path, is_logged):
     left = Left(order=3, group_id="g3", kind="quarantined", stage="reward", reason="it died 2 times")
     quarantine(tmp_path / "quarantine", left, item(3, "prompts", "rollout"), ROWS)
-    log.trained(1, 0, joined(0))
+    log_trained(log, 1, 0, joined(0))
     if is_logged:
         log.left(left)
     *stages, why, rows = lines(tmp_path, "g3")
@@ -179,7 +183,7 @@ def test_the_newest_checkpoint_knows_what_the_log_does_not(tmp_path):
     ("group", "hint"), [("g21", "did you mean 'g2', 'g1'"), ("99", "Orders 0 to 2 are known"), ("-1", "Orders 0 to 2")]
 )
 def test_an_unknown_group_is_refused_with_the_nearest(log, tmp_path, group, hint):
-    log.trained(1, 0, joined(0, 1, 2))
+    log_trained(log, 1, 0, joined(0, 1, 2))
     with pytest.raises(ConfigError, match=f"knows no group '{group}': ") as caught:
         trace_group(tmp_path, group, now=NOON)
     assert hint in str(caught.value)

@@ -34,6 +34,7 @@ HERE = Path(__file__)
 #: What is killed, and how often in comparison.
 WEIGHTS = {"stage": 6, "edge": 4, "store": 1, "driver": 2}
 TITLES = {"StageHost": "stage", "EdgeActor": "edge", "WeightStore": "store"}
+RAY_AGENTS = ("ray::RuntimeEnvAgent", "ray::DashboardAgent")
 #: Seconds between the first step after a kill, or after a start, and the next kill.
 PAUSE_S = (0.2, 2.5)
 GROUPS_PER_STEP = 4
@@ -81,6 +82,7 @@ def compare(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "same_samples": expected == got,
         "left_processes": len(stormy.left),
         "left": stormy.left,
+        "left_ray_agents": len(stormy.agents),
         "quiet_s": round(quiet.seconds, 1),
         "stormy_s": round(stormy.seconds, 1),
     }
@@ -109,6 +111,7 @@ class Trial:
         self._family: dict[int, psutil.Process] = {}
         self.seconds = 0.0
         self.left: list[str] = []  # command lines of processes that outlived their driver
+        self.agents: list[str] = []  # Ray's own among them: they end by themselves, after a while
         self.log = out.parent / f"{out.name}.log"
 
     def run(self, *, kills: int, rng: random.Random) -> Iterator[str]:
@@ -205,10 +208,11 @@ class Trial:
         _, left = psutil.wait_procs(list(self._family.values()), timeout=30)
         for process in left:
             try:
-                self.left.append(" ".join(process.cmdline())[:200])
+                title = " ".join(process.cmdline()).strip()
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
+            (self.agents if title in RAY_AGENTS else self.left).append(title[:200])
         self._family.clear()
 
 

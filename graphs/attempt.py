@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rollstream.graphs.crew import Crew
 from rollstream.graphs.edge_actor import EdgeSettings
-from rollstream.graphs.flow import Flow
+from rollstream.graphs.flow import EDGE_S, Flow
 from rollstream.graphs.graph import Graph
 from rollstream.graphs.item import Left
 from rollstream.graphs.joiner import Joiner
@@ -15,6 +15,7 @@ from rollstream.graphs.ledger import Ledger
 from rollstream.graphs.options import RunOptions
 from rollstream.graphs.stats import EdgeStats
 from rollstream.graphs.supervisor import Supervisor
+from rollstream.graphs.wait import ask
 from rollstream.graphs.watch import Watch
 from rollstream.placement import Placement, Plan
 
@@ -66,6 +67,11 @@ class Attempt:
         if self._supervisor.must_publish and update_is_free:
             self.publish(version)
         self._watch.look()
+
+    def settle(self) -> None:
+        """Takes note of the groups that left last, once no more will come."""
+        for edge in self.crew.edges.values():
+            self._on_edge(ask(edge.stats.remote, "an edge", timeout_s=EDGE_S))
 
     def publish(self, version: int) -> None:
         """Sends the update stage's weights to the store."""

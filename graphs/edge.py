@@ -63,7 +63,6 @@ class EdgeQueue:
         self._retired = Orders()
         self._first_missing = 0  # all orders below it are here or retired
         self._left: dict[int, Left] = {}
-        self._deaths: dict[int, int] = {}
         self._bytes = self._redelivered = self._total = 0
         self._overdue: set[str] = set()
         self._released: set[str] = set()
@@ -150,7 +149,7 @@ class EdgeQueue:
         cursor = self._cursors[consumer]
         cursor.working[holder] = frozenset()
         taken = [order for order in cursor.waiting[:at_most] if cursor.admits(order)]
-        suspects = [order for order in taken if order in self._deaths]
+        suspects = [order for order in taken if order in cursor.deaths]
         if suspects:
             taken = taken[: max(taken.index(suspects[0]), 1)]
         elif fill and len(taken) < at_most and self._more_to_come(cursor):
@@ -266,7 +265,6 @@ class EdgeQueue:
 
     def _drop(self, order: int) -> None:
         self._left.pop(order, None)
-        self._deaths.pop(order, None)
         item = self._items.pop(order, None)
         if item is None:
             return
@@ -274,6 +272,7 @@ class EdgeQueue:
         self._bytes -= item.parts[-1].nbytes
         for cursor in self._cursors.values():
             cursor.forget(order)
+            cursor.deaths.pop(order, None)
 
     def _missing(self) -> int:
         """The lowest order that is neither here nor retired."""
@@ -292,9 +291,9 @@ class EdgeQueue:
             blamed = bool(died) and cursor.blames(order)
             del cursor.leased[order]
             if blamed:
-                self._deaths[order] = self._deaths.get(order, 0) + 1
-            if blamed and self._deaths[order] >= self._max_deaths:
-                reason = f"{consumer} died {self._deaths[order]} times while it had this group; the last time: {died}"
+                cursor.deaths[order] = cursor.deaths.get(order, 0) + 1
+            if blamed and cursor.deaths[order] >= self._max_deaths:
+                reason = f"{consumer} died {cursor.deaths[order]} times while it had this group; the last time: {died}"
                 group_id = self._items[order].group_id
                 aside.append(Left(order=order, group_id=group_id, kind="quarantined", stage=consumer, reason=reason))
                 self.leave(aside[-1])
@@ -318,6 +317,7 @@ class _Cursor:
         self.leased: dict[int, _Lease] = {}
         self.working: dict[str, frozenset[int]] = {}  # what each holder got when it last asked
         self.acked: set[int] = set()  # of the groups that are here
+        self.deaths: dict[int, int] = {}  # of holders, by the group that they had
         self.below: int | None = None
 
     def admits(self, order: int) -> bool:

@@ -120,12 +120,12 @@ class EdgeActor:
         await asyncio.Event().wait()
 
     async def begin(
-        self, edges: Mapping[str, Any], retired: tuple[int, Collection[int]], version: int
+        self, edges: Mapping[str, Any], retired: tuple[int, Collection[int]], version: int, below: int | None = None
     ) -> dict[int, str]:
         """Refills from the journal; births by order of what is here then. Left out is what is retired, or was made by
-        weights newer than `version`: these are of a run that went on after its checkpoint and was lost, and are made
-        again. Called once after each start; then come `keep` and `mark`, then `open`. Raises CheckpointError where the
-        journal can't be read."""
+        weights newer than `version`, or is not admitted, being of an order that is not below `below`: these are of a
+        run that went on after its checkpoint and was lost, and are made again. Called once after each start; then come
+        `keep` and `mark`, then `open`. Raises CheckpointError where the journal can't be read."""
         self._begun = True
         self._edges = edges
         frontier, ahead = retired
@@ -139,7 +139,8 @@ class EdgeActor:
                 item = Item.from_json(head)
                 if self._queue.item(item.order) is not None:
                     continue  # asked twice: the first answer was lost
-                if self._queue.knows(item.order) or item.version > version:
+                late = below is not None and item.order >= below
+                if self._queue.knows(item.order) or item.version > version or late:
                     stale.append(item.order)
                     continue
                 self._queue.put(_owned(item, ray.put((item, batch))))
@@ -307,8 +308,8 @@ class EdgeActor:
 
     async def _set_aside(self, aside: Sequence[Left]) -> None:
         """Groups that took their holders down too often go to disk, with their rows and why."""
-        for left in aside:
-            item = self._queue.item(left.order)
+        items = [self._queue.item(left.order) for left in aside]  # which may be retired while one is fetched
+        for left, item in zip(aside, items, strict=True):
             assert item is not None, f"group {left.order} is set aside, and not here"
             try:
                 group = await asyncio.to_thread(fetch, item, self._edges)

@@ -47,7 +47,7 @@ class Flow:
         held: dict[str, Mapping[int, str]] = {}
         for spec in self._graph.edges:
             edge = self._crew.edges[spec.producer]
-            held[spec.producer] = self._begin(edge, version)
+            held[spec.producer] = self._begin(spec.producer, version)
             if isinstance(self._graph.stages[spec.producer], MapStage):
                 before = held[self._inlet_of(spec.producer)]
                 held[spec.producer] = self._ask(edge.keep, before)
@@ -79,7 +79,7 @@ class Flow:
                 held: dict[int, str] = self._ask(edge.held)
                 self._ask(edge.retire, [order for order in held if order in self._ledger.closed])
             else:
-                held = self._begin(edge, version)
+                held = self._begin(producer, version)
             for consumer in self._consumers_of(producer):
                 if consumer in self._crew.edges:
                     theirs: dict[int, str] = self._ask(self._crew.edges[consumer].held)
@@ -123,9 +123,11 @@ class Flow:
 
     # -------------------------------------------------------------------------------------------------------------
 
-    def _begin(self, edge: Any, version: int) -> dict[int, str]:
+    def _begin(self, producer: str, version: int) -> dict[int, str]:
         closed = self._ledger.closed
-        return self._ask(edge.begin, self._crew.edges, (closed.frontier, frozenset(closed.ahead)), version)
+        retired = (closed.frontier, frozenset(closed.ahead))
+        below = None if producer == self._graph.source.name else self._below
+        return self._ask(self._crew.edges[producer].begin, self._crew.edges, retired, version, below)
 
     def _open(self, producer: str) -> None:
         edge = self._crew.edges[producer]

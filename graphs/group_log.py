@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,12 @@ class GroupLog:
 
     def _write(self, entries: Iterable[Mapping[str, Any]]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._path, "a") as file:
-            file.write("".join(json.dumps(entry) + "\n" for entry in entries))
+        with open(self._path, "a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":  # cut short by a kill: the next line must not be lost with it
+                    file.write(b"\n")
+            file.write("".join(json.dumps(entry) + "\n" for entry in entries).encode())
 
 
 def read_group_log(path: Path) -> Iterator[dict[str, Any]]:

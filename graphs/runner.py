@@ -213,6 +213,8 @@ class _Run:
             self.attempt.look(self.version)
             if self.watch.stop.signal:
                 return []
+        if joiner.ended:
+            self.attempt.settle()
         return joiner.take(wanted)
 
     def _update(self, groups: Sequence[Joined]) -> dict[str, float] | None:

@@ -1,21 +1,26 @@
-"""Fixtures: a tiny model folder, groups to score, a reward that ends with its test, recordings."""
+"""Fixtures: a tiny model folder, groups to score, a reward that ends with its test, recordings, edges."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from rollstream.graphs import edge_actor
+from rollstream.graphs.edge import EdgeQueue
+from rollstream.graphs.edge_actor import EdgeActor, EdgeSettings
 from rollstream.graphs.item import Item, Part
 from rollstream.graphs.recording import Recorder
 from rollstream.stages.reward import Reward
 from rollstream.stages.schema import Schema
 
-sys.path.insert(0, str(Path(__file__).parent))  # for small_world
+sys.path.insert(0, str(Path(__file__).parent))  # for edge_toys, small_world
+import edge_toys
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls is defined %}[tools]{% endif %}<|end|>"
@@ -113,5 +118,43 @@ def recorded(tmp_path: Path):
             recorder.add(head.to_json(), pa.RecordBatch.from_pydict(columns))
         recorder.close()
         return str(path)
+
+    return make
+
+
+@pytest.fixture
+def clock() -> edge_toys.Clock:
+    return edge_toys.Clock()
+
+
+@pytest.fixture
+def queue(clock: edge_toys.Clock):
+    """Makes a queue that holds groups g0, g1 ... of ten bytes each."""
+
+    def make(consumers: tuple[str, ...] = ("b",), *, holds: int = 0, **bounds: float) -> EdgeQueue:
+        limits = {"max_groups": 8, "max_bytes": 1000, "lease_s": 60.0} | bounds
+        made = EdgeQueue("a -> b", consumers, clock=clock, **limits)
+        for order in range(holds):
+            made.put(edge_toys.item(order))
+        return made
+
+    return make
+
+
+@pytest.fixture
+def edge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes an edge without Ray that is open, or one that is as new with `begun=False`; again, as Ray does after its
+    death. A reference is a future, or the value itself where the edge puts it."""
+    monkeypatch.setattr(edge_actor, "ray", SimpleNamespace(put=lambda value: value))
+    monkeypatch.setattr(edge_actor, "fetch", lambda item, edges: edge_toys.ROWS)
+
+    def make(*, begun: bool = True, **settings: Any) -> EdgeActor:
+        given: dict[str, Any] = {"num_producers": 1, "max_groups": 8, "max_bytes": 1000, "lease_s": 60.0, "needed": 1}
+        given |= {"consumers": ("b",), "max_deaths": 2, "folder": tmp_path}
+        made = EdgeActor(EdgeSettings(**{"name": "a -> b", "producer": "a", **given, **settings}))
+        if begun:
+            edge_toys.run(made, lambda: made.begin({}, (0, ()), 9))
+            edge_toys.run(made, made.open)
+        return made
 
     return make

@@ -315,7 +315,10 @@ class EdgeActor:
                 group = await asyncio.to_thread(fetch, item, self._edges)
             except RollstreamError:  # its rows died with another process; the reason is kept all the same
                 group = None
-            quarantine(self._settings.folder / "quarantine", left, item, group)
+            try:
+                quarantine(self._settings.folder / "quarantine", left, item, group)
+            except OSError as error:
+                print(f"rollstream: {left.group_id} is not in quarantine/: {error}", file=sys.stderr)  # noqa: T201
             self._metrics.left()
 
     async def part(self, order: int, birth: str) -> Part | None:

@@ -18,7 +18,8 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -234,15 +235,22 @@ class EdgeActor:
             self._queue.put(item)
 
     def _write(self, item: Item, batch: pa.RecordBatch) -> None:
+        """Into the recording and the journal. A full disk is told of; the group goes on without."""
         if self._recorder is not None:
-            self._recorder.add(item.to_json(), fetch(item, self._edges))
+            with self._told("recorded", item):
+                self._recorder.add(item.to_json(), fetch(item, self._edges))
         if self._journal is not None:
-            try:
+            with self._told("in the journal", item):
                 self._journal.put(item.order, item.to_json(), batch)
-            except OSError as error:
-                self._metrics.unwritten()
-                where = f"{self._settings.name}, {item.group_id}"
-                print(f"rollstream: not in the journal: {where}: {error}", file=sys.stderr)  # noqa: T201
+
+    @contextmanager
+    def _told(self, what: str, item: Item) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._metrics.unwritten()
+            where = f"{self._settings.name}, {item.group_id}"
+            print(f"rollstream: not {what}: {where}: {error}", file=sys.stderr)  # noqa: T201
 
     async def _room(self, holder: str, inlet: Any) -> None:
         """Waits for room. The time that a producer has for a group does not run meanwhile."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,13 @@ class GroupLog:
         )
 
     def _write(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        """A record that can't be written, as on a full disk, is told of; it is no reason to end a run."""
+        try:
+            self._append(entries)
+        except OSError as error:
+            print(f"rollstream: not in {self._path}: {error}", file=sys.stderr)  # noqa: T201
+
+    def _append(self, entries: Iterable[Mapping[str, Any]]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with open(self._path, "a+b") as file:
             if file.tell():

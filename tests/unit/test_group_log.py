@@ -31,3 +31,9 @@ def test_a_line_that_a_kill_cut_short_takes_no_other_with_it(tmp_path: Path):
 
 def test_without_a_record_there_is_nothing_to_read(tmp_path: Path):
     assert list(read_group_log(tmp_path / "groups.jsonl")) == []
+
+
+def test_a_record_that_cannot_be_written_ends_nothing(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    GroupLog(tmp_path / "file" / "groups.jsonl").resumed(3)
+    assert "groups.jsonl: " in capsys.readouterr().err

@@ -2,15 +2,57 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from small_world import Score
 
 from rollstream.graphs.edge_actor import PeerDied
 from rollstream.graphs.host import StageHost
-from rollstream.stages.base import World
+from rollstream.stages.base import MapStage, World
+from rollstream.stages.errors import StageError
+from rollstream.stages.schema import Rollouts, Scored
 
 
 def test_a_process_that_is_new_is_as_good_as_dead_to_an_edge_that_pulls_it():
     """An edge may be mended while the stage before it is, too: the run must not end with that stage's first words."""
     with pytest.raises(PeerDied, match="this process of score is new: it is pulled once it is loaded"):
         next(StageHost(Score(), World()).produce("score/0/1", (0, frozenset())))
+
+
+class Odd(BaseException):
+    """Can't be made again from its arguments, as unpickling would, and can't be printed."""
+
+    def __init__(self, first, second):
+        super().__init__(first)
+
+    def __str__(self):
+        raise ValueError
+
+
+ERRORS = [
+    KeyError("a"),
+    SystemExit(3),
+    KeyboardInterrupt(),
+    GeneratorExit(),
+    StopIteration(1),
+    MemoryError(),
+    Odd(1, 2),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_whatever_a_stage_raises_travels_as_text_with_its_traceback(error):
+    class Raises(MapStage[Rollouts, Scored]):
+        def setup(self, world):
+            raise error
+
+        def process(self, group):
+            return {}
+
+    with pytest.raises(StageError) as caught:
+        StageHost(Raises(name="score"), World()).setup("127.0.0.1", 0)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.stage, again.subject) == ("score", "set-up")
+    assert type(error).__name__ in again.cause
+    assert "in setup\n    raise error" in again.cause

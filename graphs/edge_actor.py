@@ -18,7 +18,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,7 +244,7 @@ class EdgeActor:
                 self._journal.put(item.order, item.to_json(), batch)
 
     @contextmanager
-    def _told(self, what: str, item: Item) -> Iterator[None]:
+    def _told(self, what: str, item: Item) -> Generator[None]:
         try:
             yield
         except OSError as error:

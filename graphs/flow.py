@@ -134,8 +134,8 @@ class Flow:
         for consumer in self._consumers_of(producer):
             for holder in self._gone.get(consumer, ()):
                 self._ask(edge.release, consumer, holder, "")
+        self._admit(producer)  # before anybody can take a group
         self._ask(edge.open)
-        self._admit(producer)
         for number in range(len(self._crew.hosts[producer])):
             self._release(producer, number, "")
             self._pull(producer, number)

@@ -15,6 +15,7 @@ import pytest
 from small_world import LEASE_S, World
 
 from rollstream.graphs import flow as flowing
+from rollstream.graphs.edge_actor import EdgeActor
 from rollstream.graphs.flow import RowsLost, open_groups
 from rollstream.graphs.item import Left
 from rollstream.graphs.ledger import Ledger
@@ -194,6 +195,21 @@ def test_an_edge_that_died_admits_what_it_admitted(world):
     made.kill_edge(edge), made.mend(edge)
     assert sorted(held(turned(made, 20))["rollout"]) == [0, 1]
     assert (step(made), step(made)) == ([0, 1], [2, 3])
+
+
+def test_an_edge_that_died_opens_with_its_admission_set(world, monkeypatch):
+    """A consumer's call may be waiting at its door: it would take all that there is."""
+    made = world(max_staleness=0)
+    limits: list[int | None] = []
+    opens = EdgeActor.open
+
+    async def watched(actor: EdgeActor) -> None:
+        limits.append(actor._queue._cursors["rollout"].below)
+        await opens(actor)
+
+    monkeypatch.setattr(EdgeActor, "open", watched)
+    made.kill_edge(made.edges["prompts"]), made.mend(made.edges["prompts"])
+    assert limits == [2]
 
 
 def test_an_edge_that_was_out_of_reach_hears_what_it_missed(world):

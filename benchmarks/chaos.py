@@ -47,12 +47,12 @@ def main() -> None:
     arguments.add_argument("--json", action="store_true")
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--kills", type=int, default=40)
-    arguments.add_argument("--steps", type=int, default=None, help="by default two for each kill, and four")
+    arguments.add_argument("--steps", type=int, default=None, help="by default three for each kill, and four")
     arguments.add_argument("--staleness", type=int, default=0)
     arguments.add_argument("--folder", type=Path, default=None)
     arguments.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     given = arguments.parse_args()
-    given.steps = given.steps or 2 * given.kills + 4
+    given.steps = given.steps or 3 * given.kills + 4
     if given.child:
         return train(given.child, given.folder, given.steps, given.staleness)
     with tempfile.TemporaryDirectory(prefix="chaos") as folder:
@@ -150,10 +150,12 @@ class Trial:
             if not self._wait_for_step(driver):
                 return
             time.sleep(rng.uniform(*PAUSE_S))
-            kind = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-            targets = [driver.pid] if kind == "driver" else self._members(driver, kind)
-            if driver.poll() is not None or not targets:
-                return
+            kind, targets = "", []
+            while not targets:  # the only one of a kind may be on its way back
+                if driver.poll() is not None:
+                    return
+                kind = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+                targets = [driver.pid] if kind == "driver" else self._members(driver, kind)
             os.kill(rng.choice(sorted(targets)), signal.SIGKILL)
             yield kind
             if kind == "driver":

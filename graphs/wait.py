@@ -19,14 +19,8 @@ def get(ref: Any, what: str, *, timeout_s: float) -> Any:
     or the error of ours that was raised at the other end."""
     try:
         return ray.get(ref, timeout=timeout_s)
-    except GetTimeoutError:
-        raise StalledError(f"{what}: no answer in {timeout_s:g} s") from None
-    except RayActorError as error:
-        raise ProcessDied(what, "", f"its process died: {error}") from None
-    except RayTaskError as error:
-        if isinstance(error.cause, RollstreamError):
-            raise error.cause from None
-        raise
+    except (GetTimeoutError, RayActorError, RayTaskError) as error:
+        raise _ours(error, what, timeout_s) from None
 
 
 def get_all(refs: Sequence[Any], what: str, *, timeout_s: float) -> list[Any]:
@@ -47,15 +41,15 @@ def ask(call: Callable[[], Any], what: str, *, timeout_s: float) -> Any:
     while True:
         try:
             return ray.get(call(), timeout=max(give_up - time.monotonic(), AGAIN_S))
-        except ActorUnavailableError as error:
-            if time.monotonic() > give_up:
-                raise ProcessDied(what, "", f"its process did not come back in {timeout_s:g} s: {error}") from None
-            time.sleep(AGAIN_S)
-        except GetTimeoutError:
-            raise StalledError(f"{what}: no answer in {timeout_s:g} s") from None
-        except RayActorError as error:
-            raise ProcessDied(what, "", f"its process died: {error}") from None
-        except RayTaskError as error:
-            if isinstance(error.cause, RollstreamError):
-                raise error.cause from None
-            raise
+        except (GetTimeoutError, RayActorError, RayTaskError) as error:
+            if not isinstance(error, ActorUnavailableError) or time.monotonic() > give_up:
+                raise _ours(error, what, timeout_s) from None
+        time.sleep(AGAIN_S)
+
+
+def _ours(error: GetTimeoutError | RayActorError | RayTaskError, what: str, timeout_s: float) -> Exception:
+    if isinstance(error, GetTimeoutError):
+        return StalledError(f"{what}: no answer in {timeout_s:g} s")
+    if isinstance(error, RayActorError):
+        return ProcessDied(what, "", f"its process died: {error}")
+    return error.cause if isinstance(error.cause, RollstreamError) else error

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import signal
 import subprocess
@@ -23,10 +22,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import bench
 import psutil
 import tiny_model
 
@@ -87,14 +86,10 @@ def compare(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "stormy_s": round(stormy.seconds, 1),
     }
     wanted = {"kills": given.kills, "same_groups": 1, "same_lengths": 1, "in_order": 1}
-    return {
-        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(given).items() if k != "child"},
-        "versions": {name: version(name) for name in ("ray", "torch", "megatron-core", "rollstream")},
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "results": results,
-        "bars": {name: {"value": int(results[name]), "at_least": bar} for name, bar in wanted.items()}
-        | {name: {"value": results[name], "at_most": 0} for name in ("trained_twice", "lost", "left_processes")},
-    }
+    bars: dict[str, Any] = {name: {"value": int(results[name]), "at_least": bar} for name, bar in wanted.items()}
+    bars |= {name: {"value": results[name], "at_most": 0} for name in ("trained_twice", "lost", "left_processes")}
+    settings = {name: value for name, value in vars(given).items() if name not in ("child", "folder")}
+    return bench.report(settings, ("ray", "torch", "megatron-core", "rollstream"), results, bars)
 
 
 def lengths(groups: Sequence[dict[str, Any]]) -> Counter[int]:

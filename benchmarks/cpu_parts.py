@@ -13,17 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
+import bench
 import demo_assets
 import pyarrow as pa
 import torch
@@ -104,13 +103,8 @@ def main() -> None:
     arguments.add_argument("--repeats", type=int, default=5)
     given = arguments.parse_args()
     results = measure(given.prompts, given.samples, given.repeats)
-    report = {
-        "settings": {**vars(given), "max_tokens": MAX_TOKENS},
-        "versions": {name: version(name) for name in ("torch", "transformers", "megatron-core", "rollstream")},
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "results": results,
-        "bars": {},
-    }
+    settings = {**vars(given), "max_tokens": MAX_TOKENS}
+    report = bench.report(settings, ("torch", "transformers", "megatron-core", "rollstream"), results, {})
     if not given.json:
         for name in ("rollout", "reference"):
             print(

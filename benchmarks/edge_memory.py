@@ -14,19 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
-import platform
-import shutil
 import statistics
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import bench
 import memory_graph
 import psutil
 import ray
@@ -151,36 +146,18 @@ def main() -> None:
     arguments.add_argument("--json", action="store_true", help="only the JSON object")
     arguments.add_argument("--groups", type=int, default=10_000)
     given = arguments.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="memory"))
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=STORE_BYTES,
-        _temp_dir=str(folder / "r"),
-    )
-    try:
+    with bench.private_cluster("memory", num_cpus=8, store_bytes=STORE_BYTES) as folder:
         results = measure(given.groups, folder)
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
-    report: dict[str, Any] = {
-        "settings": {
-            "groups": given.groups,
-            "groups_per_step": UPDATE.groups_per_step,
-            "update_sleep_s": UPDATE.sleep_s,
-            "max_bytes": MAX_BYTES,
-            "max_staleness": MAX_STALENESS,
-            "object_store_bytes": STORE_BYTES,
-            "sample_every_s": SAMPLE_EVERY_S,
-        },
-        "versions": {name: version(name) for name in ("ray", "pyarrow", "rollstream")},
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "results": results,
-        "bars": bars(results),
+    settings = {
+        "groups": given.groups,
+        "groups_per_step": UPDATE.groups_per_step,
+        "update_sleep_s": UPDATE.sleep_s,
+        "max_bytes": MAX_BYTES,
+        "max_staleness": MAX_STALENESS,
+        "object_store_bytes": STORE_BYTES,
+        "sample_every_s": SAMPLE_EVERY_S,
     }
+    report = bench.report(settings, ("ray", "pyarrow", "rollstream"), results, bars(results))
     if not given.json:
         for name, value in results.items():
             print(f"{name:22} {value}")

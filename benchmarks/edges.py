@@ -20,21 +20,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
-import platform
-import shutil
 import statistics
 import sys
-import tempfile
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import bench
 import edge_routes
 import psutil
 import ray
@@ -207,26 +202,6 @@ def bars(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]
     }
 
 
-@contextmanager
-def cluster() -> Generator[Path]:
-    """A private cluster while entered, and a folder for journals."""
-    folder = Path(tempfile.mkdtemp(prefix="edges"))
-    ray.init(
-        address="local",
-        num_cpus=16,  # logical ones: nothing here waits for a place
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=STORE_BYTES,
-        _temp_dir=str(folder / "r"),
-    )
-    try:
-        yield folder
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def show(report: Mapping[str, Any]) -> None:
     print(f"{'':24}MB/s  to limit  p50 ms  CPU ms a batch")
     for label in SIZES:
@@ -244,35 +219,28 @@ def main() -> None:
     arguments.add_argument("--peers", type=Path, help="folder that TransferQueue and verl are installed in")
     given = arguments.parse_args()
     load_before = os.getloadavg()[0]
-    with cluster() as folder:
+    with bench.private_cluster("edges", num_cpus=16, store_bytes=STORE_BYTES) as folder:
         peers, versions, skipped = peer_routes(given.peers)
         results = measure(own_routes(folder) | peers, given.rounds)
-    report = {
-        "settings": {
-            "rounds": given.rounds,
-            "warmup_rounds": WARMUP_ROUNDS,
-            "warm": "counted rounds find shared memory and the journal's segments already used: so is a long run",
-            "batches_a_round": {label: NUM_BATCHES[size] for label, size in SIZES.items()},
-            "batches_a_round_of_slow_routes": {label: NUM_SLOW[size] for label, size in SIZES.items()},
-            "slow_routes": SLOW,
-            "rows": edge_routes.NUM_ROWS,
-            "columns": {name: str(kind) for name, kind in edge_routes.TOKEN_COLUMNS.items()},
-            "lease": {"at_most": edge_routes.AT_MOST, "fill": True},
-            "retire_every": edge_routes.RETIRE_EVERY,
-            "window": edge_routes.WINDOW,
-            "edge_max_batches": MAX_BATCHES,
-            "object_store_bytes": STORE_BYTES,
-        },
-        "versions": {name: version(name) for name in ("ray", "pyarrow", "rollstream")} | versions,
-        "machine": {
-            "cpu": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "load_before": load_before,
-            "load_after": os.getloadavg()[0],
-        },
-        "results": {**results, **{route: {"skipped": why} for route, why in skipped.items()}},
-        "bars": bars(results),
+    settings = {
+        "rounds": given.rounds,
+        "warmup_rounds": WARMUP_ROUNDS,
+        "warm": "counted rounds find shared memory and the journal's segments already used: so is a long run",
+        "batches_a_round": {label: NUM_BATCHES[size] for label, size in SIZES.items()},
+        "batches_a_round_of_slow_routes": {label: NUM_SLOW[size] for label, size in SIZES.items()},
+        "slow_routes": SLOW,
+        "rows": edge_routes.NUM_ROWS,
+        "columns": {name: str(kind) for name, kind in edge_routes.TOKEN_COLUMNS.items()},
+        "lease": {"at_most": edge_routes.AT_MOST, "fill": True},
+        "retire_every": edge_routes.RETIRE_EVERY,
+        "window": edge_routes.WINDOW,
+        "edge_max_batches": MAX_BATCHES,
+        "object_store_bytes": STORE_BYTES,
     }
+    told = {**results, **{route: {"skipped": why} for route, why in skipped.items()}}
+    report = bench.report(settings, ("ray", "pyarrow", "rollstream"), told, bars(results))
+    report["versions"] |= versions
+    report["machine"] |= {"load_before": load_before, "load_after": os.getloadavg()[0]}
     if not given.json:
         show(report)
     print(json.dumps(report))

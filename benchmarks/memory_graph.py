@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from rollstream import Bounds, Graph, Weights
-from rollstream.stages.base import Filtered, MapStage, Metric, RolloutStage, Source, Stream, UpdateStage, check_wiring
+from rollstream.graphs.discard import Discard
+from rollstream.stages.base import Filtered, MapStage, Metric, RolloutStage, Source, Stream, check_wiring
 from rollstream.stages.schema import Prompted, Rollouts, Trained, WithRef
 
 NUM_SAMPLES = 8
@@ -75,16 +75,15 @@ class Ref(MapStage[Rollouts, WithRef]):
         return {"ref_logprobs": per_token(np.zeros(NUM_SAMPLES * NUM_TOKENS, dtype=np.float32))}
 
 
-class SlowUpdate(UpdateStage[WithRef, Trained]):
-    """Sleeps, and counts."""
+class SlowUpdate(Discard):
+    """Sleeps, and counts its steps: that number is its weights. Which groups it had is in the ledger."""
 
     config: Config
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(UpdateStage.Config):
+    class Config(Discard.Config):
         """How much a step takes, and how long."""
 
-        groups_per_step: int = 50
         sleep_s: float = 0.4
 
     step = 0
@@ -92,17 +91,6 @@ class SlowUpdate(UpdateStage[WithRef, Trained]):
     def __call__(self, stream: Stream[WithRef]) -> Stream[Trained]:
         check_wiring(self, stream, WithRef)
         return self._wire(stream=stream)
-
-    @property
-    def groups_per_step(self) -> int:
-        return self.config.groups_per_step
-
-    @property
-    def data_parallel_size(self) -> int:
-        return 1
-
-    def share_of(self, rank: int) -> int:
-        return 0
 
     def update(self, groups: Sequence[pa.RecordBatch]) -> dict[str, Metric]:
         time.sleep(self.config.sleep_s)
@@ -112,15 +100,6 @@ class SlowUpdate(UpdateStage[WithRef, Trained]):
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         yield "step", np.array([self.step])
-
-    def save(self, folder: Path) -> None:
-        (folder / "step").write_text(str(self.step))
-
-    def load(self, folder: Path) -> None:
-        self.step = int((folder / "step").read_text())
-
-    def export(self, folder: Path) -> None:
-        raise NotImplementedError("there is no model to export")
 
 
 def per_token(values: np.ndarray) -> pa.Array:

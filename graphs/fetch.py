@@ -8,10 +8,10 @@ from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
+from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayActorError
 
 from rollstream.graphs.item import Item, Part
-from rollstream.stages.errors import StalledError
+from rollstream.stages.errors import ProcessDied, StalledError
 from rollstream.stages.schema import join_columns
 
 #: An edge that died has its groups back within a few seconds.
@@ -24,7 +24,8 @@ AGAIN_S = 0.2
 def fetch(item: Item, edges: Mapping[str, Any], *, timeout_s: float = FETCH_S) -> pa.RecordBatch:
     """All columns of a group. `edges` are the graph's, by the name of the stage before each.
 
-    Raises StalledError where the owner of a part does not give it within `timeout_s`.
+    Raises StalledError where the owner of a part does not give it within `timeout_s`, and ProcessDied where that edge
+    was ended for good: the run is over.
     """
     return join_columns([_part(item, part, edges, timeout_s) for part in item.parts])
 
@@ -38,6 +39,9 @@ def _part(item: Item, part: Part, edges: Mapping[str, Any], timeout_s: float) ->
                 found = ray.get(edges[part.edge].part.remote(item.order, item.birth), timeout=REFERENCE_S)
             if found is not None:
                 return ray.get(found.ref, timeout=REFERENCE_S)[1]
+        except ActorDiedError as error:
+            why = f"the edge behind it has ended, with the columns of {item.group_id}: {error}"
+            raise ProcessDied(part.edge, "", why) from None
         except (ObjectLostError, GetTimeoutError, RayActorError):
             found = None  # the edge died: its successor has the rows in a new object
         if time.monotonic() > give_up:

@@ -29,6 +29,8 @@ from rollstream.stages.errors import RollstreamError
 
 START_S = 300.0
 FINISH_S = 120.0
+#: The rows of a sample table are few.
+CATCH_UP_S = 20.0
 
 
 class TrackerHost:
@@ -93,6 +95,10 @@ class Keeper:
         if step.index % self._options.samples_every == 0 or step.index == 1:
             item = max(group.items, key=lambda item: len(item.parts))
             self._call(self._actor.samples.remote(step.index, item, edges))
+
+    def catch_up(self) -> None:
+        """Waits until the tracker has what it was sent: it reads samples from edges that end with the run."""
+        self._settle(CATCH_UP_S)
 
     def finish(self, status: str) -> None:
         """Everything sent is written, the run marked as ended: also one whose stages never came up."""

@@ -288,6 +288,7 @@ class _Run:
         if self.options.export and not stop.signal:
             self.attempt.crew.export(self.folder / "model")
             self.watch.message(f"model for transformers: {self.folder / 'model'}")
+        keeper.catch_up()
         self.watch.message(keeper.where())
 
     def _save_if_due(self, keeper: Keeper, step: Step) -> Step:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, ObjectLostError, OwnerDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, ObjectLostError, OwnerDiedError
 
 from rollstream.graphs import fetch as fetching
 from rollstream.graphs.fetch import fetch
 from rollstream.graphs.item import Item, Part
-from rollstream.stages.errors import StalledError
+from rollstream.stages.errors import ProcessDied, StalledError
 
 LOST = ObjectLostError("00", None, "")
 OWNER_DIED = OwnerDiedError("00", None, "")
@@ -86,3 +86,10 @@ def test_an_edge_that_is_being_started_again_is_asked_again(first):
 def test_rows_that_do_not_come_are_named():
     with pytest.raises(StalledError, match="the columns of g7 from rollout: its edge did not give them in 5 s"):
         fetch(item(None, rows(**REWARDS)), {"rollout": Edge(None)}, timeout_s=5)
+
+
+def test_an_edge_that_was_ended_is_not_waited_for():
+    edge = Edge(ActorDiedError())
+    with pytest.raises(ProcessDied, match="the edge behind it has ended, with the columns of g7"):
+        fetch(item([OWNER_DIED], rows(**REWARDS)), {"rollout": edge})
+    assert len(edge.asked) == 1

@@ -49,14 +49,6 @@ def test_replicas_of_a_map_stage_share_the_groups(tmp_path):
     assert sorted(row["order"] for row in diary_of(tmp_path / "d")) == list(range(8))
 
 
-def test_the_last_step_has_its_table_of_samples_too(tmp_path, capfd):
-    list(run(toy_graph(tmp_path / "d"), steps=1, out=tmp_path / "out"))
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    (record,) = client.search_runs([client.get_experiment_by_name("toy").experiment_id])
-    assert [f.path for f in client.list_artifacts(record.info.run_id) if "samples" in f.path]
-    assert "the tracker failed" not in capfd.readouterr().err
-
-
 def test_prompts_that_end_leave_a_short_last_step(tmp_path):
     steps = list(run(toy_graph(tmp_path / "d", count=6), steps=None, out=tmp_path / "out"))
     assert [s.metrics["step/groups"] for s in steps] == [4, 2]

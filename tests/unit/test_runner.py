@@ -1,0 +1,25 @@
+"""The order of a run's end, with stand-ins for all that it ends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from rollstream.graphs import runner
+
+
+def test_the_tracker_has_all_that_it_reads_from_edges_before_they_end(monkeypatch):
+    events: list[str] = []
+    attempt = SimpleNamespace(stop=lambda: events.append("actors end"))
+    monkeypatch.setattr(runner, "Attempt", lambda *_: attempt)
+    keeper: Any = SimpleNamespace(catch_up=lambda: events.append("tracker caught up"), where=lambda: "")
+    run: Any = object.__new__(runner._Run)
+    run.graph = run.placement = run.edges = run.ledger = None
+    run.watch = SimpleNamespace(message=lambda text: None)
+    run.options = SimpleNamespace(export=False)
+    run._start = lambda keeper: None
+    run._loop = lambda keeper, stop: iter(())
+    run._commit = lambda keeper: "a checkpoint"
+    stop: Any = SimpleNamespace(signal=None)
+    assert list(run._attempt(keeper, None, stop)) == []
+    assert events == ["tracker caught up", "actors end"]

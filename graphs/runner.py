@@ -46,7 +46,7 @@ from rollstream.graphs.keeper import Keeper
 from rollstream.graphs.ledger import Ledger
 from rollstream.graphs.options import Resume, RunOptions
 from rollstream.graphs.session import connected
-from rollstream.graphs.stats import Step
+from rollstream.graphs.stats import PartMetrics, Step
 from rollstream.graphs.stop import StopFlag, step_grace_s
 from rollstream.graphs.surgery import prepared
 from rollstream.graphs.wait import get_all
@@ -295,6 +295,8 @@ class _Run:
         due = self.step % self.options.save_every == 0 or self.step == self.options.steps or self.failed_saves > 0
         folder = self._commit(keeper) if due else None
         metrics = {**step.metrics, "checkpoint/failed": float(self.failed_saves)}
+        if self.options.until is not None:
+            metrics = PartMetrics(metrics)
         return dataclasses.replace(step, checkpoint=folder, metrics=metrics)
 
     def _commit(self, keeper: Keeper) -> str | None:

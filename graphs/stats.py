@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -46,6 +47,18 @@ class StageStats:
     wait_s: float  # waiting for input or for room, since the start
     working_on: str  # group id, or ""
     working_s: float  # for how long
+
+
+class PartMetrics(dict[str, float]):
+    """Metrics of a run that is cut short (`until`). What its missing stages would measure is NaN, so that a script
+    written for the whole graph runs.
+
+    >>> PartMetrics({"rollout/empty": 0.5})["reward/mean"]
+    nan
+    """
+
+    def __missing__(self, name: str) -> float:
+        return math.nan
 
 
 @dataclass(frozen=True, kw_only=True)

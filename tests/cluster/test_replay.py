@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -33,6 +34,12 @@ def test_rollouts_without_training_are_recorded_in_order_and_resumed(tmp_path):
     ]
     assert not list(tmp_path.glob("none*"))
     assert not (tmp_path / "made/model").exists()
+
+
+def test_a_script_for_the_whole_graph_reads_nan_where_a_stage_was_left_out(tmp_path):
+    (step,) = run(toy_graph(tmp_path / "none"), out=tmp_path / "made", until="echo", steps=1)
+    assert math.isnan(step.metrics["reward/mean"])
+    assert "reward/mean" not in step.metrics
 
 
 def test_a_replayed_run_trains_on_the_same_rows_in_order_without_the_stages_before(tmp_path):

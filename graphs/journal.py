@@ -38,7 +38,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rollstream.graphs.disk import map_file, read_batch, stream_of, write_whole
+from rollstream.graphs.disk import WornFile, map_file, read_batch, stream_of, write_whole
 from rollstream.stages.errors import CheckpointError
 
 #: A segment that holds so many takes no more records.
@@ -87,7 +87,8 @@ class Journal:
         self._live: dict[int, _Record] = {}
         self._segments: dict[int, _Segment] = {}
         self._spare: list[int] = []
-        self._current = self._segment_fd = -1
+        self._files: dict[int, WornFile] = {}  # of the segments written to since the start
+        self._current = -1
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "log.jsonl"
         self._log_fd = os.open(self._log, os.O_RDWR | os.O_CREAT, 0o644)
@@ -105,7 +106,7 @@ class Journal:
         if self._segments[self._current].end >= self.segment_bytes:
             self._next_segment()
         segment = self._segments[self._current]
-        length = write_whole(self._segment_fd, stream_of(batch), segment.end)
+        length = self._files[self._current].write(stream_of(batch), segment.end)
         place = {"segment": self._current, "offset": segment.end, "length": length}
         line = self._append({"put": order, "head": dict(head), **place})
         self._take(order, _Record(**place, line=line))
@@ -134,7 +135,8 @@ class Journal:
 
     def close(self) -> None:
         """Lets go of the files; what is live stays in them."""
-        os.close(self._segment_fd)
+        for file in self._files.values():
+            file.close()
         os.close(self._log_fd)
 
     # Records ----------------------------------------------------------------------------------------------------
@@ -159,10 +161,9 @@ class Journal:
     def _next_segment(self) -> None:
         """Makes a spare segment the current one, or a new one; the last one freed is the likeliest in memory."""
         number = self._spare[-1] if self._spare else next(n for n in itertools.count() if n not in self._segments)
-        fd = os.open(self._path(number), os.O_RDWR | os.O_CREAT, 0o644)
-        if self._segment_fd >= 0:
-            os.close(self._segment_fd)
-        self._current, self._segment_fd = number, fd
+        if number not in self._files:
+            self._files[number] = WornFile(self._path(number))
+        self._current = number
         self._segments[number] = _Segment()
         self._spare = self._spare[:-1]
 
@@ -177,6 +178,8 @@ class Journal:
                 self._spare.append(number)
             else:
                 self._path(number).unlink(missing_ok=True)
+                if number in self._files:
+                    self._files.pop(number).close()
 
     # The log ----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,16 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rollstream.graphs.disk import MAX_BUFFERS_A_CALL, map_file, read_batch, stream_of, write_whole
+from rollstream.graphs import disk
+from rollstream.graphs.disk import (
+    MAX_BUFFERS_A_CALL,
+    WornFile,
+    map_file,
+    read_batch,
+    replaces_in_place,
+    stream_of,
+    write_whole,
+)
 
 WIDE = pa.RecordBatch.from_pydict({f"c{i}": [i, None] for i in range(20)})
 
@@ -72,3 +81,44 @@ def test_a_file_has_its_old_size_again_when_the_disk_is_full(fd, path, monkeypat
     with pytest.raises(OSError, match="no space"):
         write_whole(fd, [b"after"], 6)
     assert path.read_bytes() == b"before"
+
+
+@pytest.fixture(params=[True, False], ids=["mapped", "by calls"])
+def worn(request, path, monkeypatch):
+    monkeypatch.setattr(disk, "replaces_in_place", lambda path: request.param)
+    file = WornFile(path)
+    yield file
+    file.close()
+
+
+def test_a_worn_file_holds_what_was_written_last(worn, path):
+    assert [worn.write([b"0123", b"", b"456789"], 0), worn.write([b"ab", b"c"], 2), worn.write([b"xyz"], 8)] == [
+        10,
+        3,
+        3,
+    ]
+    assert worn.write([b"-"], 0) == 1
+    assert path.read_bytes() == b"-1abc567xyz"
+
+
+def test_a_worn_file_is_written_over_without_a_call(path, monkeypatch):
+    monkeypatch.setattr(disk, "replaces_in_place", lambda path: True)
+    file = WornFile(path)
+    length = file.write(stream_of(WIDE), 0)
+    monkeypatch.setattr(os, "pwritev", lambda *_: pytest.fail("a system call wrote"))
+    file.write([bytes(length)], 0)
+    assert file.write(stream_of(WIDE), 0) == length
+    assert read_batch(map_file(path)).equals(WIDE)
+    file.close()
+
+
+@pytest.mark.parametrize(("kind", "in_place"), [("ext4", True), ("btrfs", False), ("overlay", False)])
+def test_only_file_systems_known_to_replace_in_place_are_mapped(tmp_path, monkeypatch, kind, in_place):
+    device = tmp_path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(f"22 1 0:999 / /sys rw - tmpfs sysfs rw\n27 1 {number} / / rw shared:1 - {kind} /dev/vda rw\n")
+    monkeypatch.setattr(disk, "MOUNTS", mounts)
+    assert replaces_in_place(tmp_path) is in_place
+    mounts.unlink()
+    assert not replaces_in_place(tmp_path)

@@ -164,18 +164,3 @@ def _environment(seat: Seat) -> dict[str, str]:
     leave all of them in sight."""
     common = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     return common if seat.gpus else common | {"CUDA_VISIBLE_DEVICES": ""}
-
-
-def balance(sizes: Sequence[int], shares: int) -> list[list[int]]:
-    """Indices dealt to `shares`, largest first to the emptiest: each share keeps the order of the indices.
-
-    >>> balance([5, 1, 4, 2], 2)
-    [[0, 1], [2, 3]]
-    """
-    totals = [0] * shares
-    dealt: list[list[int]] = [[] for _ in range(shares)]
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        share = totals.index(min(totals))
-        totals[share] += sizes[index]
-        dealt[share].append(index)
-    return [sorted(d) for d in dealt]

@@ -32,7 +32,7 @@ from rollstream.graphs.wait import ask, get_all
 from rollstream.graphs.weights import Published, bucketed
 from rollstream.stages.base import Filtered, MapStage, Metric, RolloutStage, Source, Stage, UpdateStage, World
 from rollstream.stages.errors import ProcessDied, StageError
-from rollstream.stages.schema import compact, join_columns
+from rollstream.stages.schema import compact, join_columns, num_tokens
 
 T = TypeVar("T")
 #: What the edge behind a stage gets of each group.
@@ -221,6 +221,7 @@ class StageHost:
             version=version,
             birth=uuid.uuid4().hex[:16],
             num_rows=group.num_rows,
+            num_tokens=num_tokens(group),
             parts=(Part(edge=self._stage.name, nbytes=group.nbytes),),
             metrics=self._stage.metrics.take(),
             trail=(self._leg(begun),),

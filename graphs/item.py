@@ -37,15 +37,11 @@ class Item:
     version: int  # weights that began it
     birth: str  # names this very sampling of the group: rows of another one must never be joined with its rows
     num_rows: int
+    num_tokens: int = 0  # what training on it costs: those of each row's prompt and response
     parts: tuple[Part, ...] = ()  # their columns together are the group's
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=lambda: {})  # of all stages so far
     trail: tuple[Leg, ...] = ()  # the stages that it went through
     filtered: str = ""  # why it leaves the graph here, untrained
-
-    @property
-    def nbytes(self) -> int:
-        """Of all parts."""
-        return sum(part.nbytes for part in self.parts)
 
     def to_json(self) -> dict[str, Any]:
         """All but the references, as plain values."""

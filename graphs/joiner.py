@@ -45,8 +45,8 @@ class Joined:
         return min(i.version for i in self.items)
 
     @property
-    def nbytes(self) -> int:
-        return max(i.nbytes for i in self.items)
+    def num_tokens(self) -> int:
+        return self.items[0].num_tokens
 
 
 class Joiner:

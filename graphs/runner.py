@@ -36,7 +36,7 @@ from rollstream.graphs.checkpoint import (
     check_same_run,
     installed_packages,
 )
-from rollstream.graphs.crew import balance, demands, plan_on_cluster
+from rollstream.graphs.crew import demands, plan_on_cluster
 from rollstream.graphs.edge_settings import edge_settings
 from rollstream.graphs.graph import Graph
 from rollstream.graphs.group_log import GroupLog
@@ -52,6 +52,7 @@ from rollstream.graphs.surgery import prepared
 from rollstream.graphs.wait import get_all
 from rollstream.graphs.watch import Watch
 from rollstream.placement import Placement, Plan
+from rollstream.stages.balance import balance
 from rollstream.stages.base import Metrics
 from rollstream.stages.errors import CheckpointError, ProcessDied, RollstreamError, StageError
 
@@ -223,7 +224,7 @@ class _Run:
         late = [g.group_id for g in groups if self.version - g.version > allowed]
         assert not late, f"groups {late} are more than {allowed} versions old"
         self.busy = True
-        shares = balance([g.nbytes for g in groups], self.graph.update.data_parallel_size)
+        shares = balance([g.num_tokens for g in groups], self.graph.update.data_parallel_size)
         calls = [
             rank.update.remote(self.step + 1, [groups[g].items for g in shares[share]])
             for number, rank in enumerate(self.attempt.crew.updaters)

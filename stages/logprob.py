@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from rollstream.stages.base import MapStage, Stage, World
+from rollstream.stages.base import MapStage, World
 from rollstream.stages.errors import check_rules
-from rollstream.stages.megatron.layout import Layout
-from rollstream.stages.names import DTYPES, known_names
+from rollstream.stages.megatron.settings import MegatronConfig, shared_rules
 from rollstream.stages.schema import PER_TOKEN, Rollouts, WithRef
 
 if TYPE_CHECKING:
@@ -23,38 +21,18 @@ if TYPE_CHECKING:
 class RefLogprob(MapStage[Rollouts, WithRef]):
     """Adds `ref_logprobs`: log softmax(logits / temperature) of the reference model at each response token.
 
-    The reference is loaded once and never changes; no gradients are kept. One replica has `tp` ranks.
+    The reference is loaded once and never changes; no gradients are kept. One replica has as many ranks as its layout.
     """
 
     uses_device = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(Stage.Config):
-        """Settings of the reference."""
-
-        #: Folder of the reference model, in Hugging Face format; usually the one that training starts from.
-        model: str
-        #: The rollout's temperature: logits are divided by it.
-        temperature: float = 1.0
-        #: Tensor-parallel size: ranks that share each layer.
-        tp: int = 1
-        #: Samples in one forward pass.
-        micro_batch_size: int = 8
-        #: Precision of weights and activations: float32 or bfloat16. Log-probabilities are in float32 always.
-        dtype: str = "float32"
+    class Config(MegatronConfig):
+        """Settings of the reference. Its model is usually the one that training starts from."""
 
         def __post_init__(self) -> None:
-            rules = [
-                (bool(self.model), "model must name a folder, got ''"),
-                (0 < self.temperature < math.inf, f"temperature must be above 0, got {self.temperature}"),
-                (self.tp >= 1, f"tp must be at least 1, got {self.tp}"),
-                (self.micro_batch_size >= 1, f"micro_batch_size must be at least 1, got {self.micro_batch_size}"),
-                (
-                    self.dtype in DTYPES,
-                    f"dtype must be one of the known, got {self.dtype!r}: {known_names(self.dtype, DTYPES)}",
-                ),
-            ]
-            check_rules(rules)
+            rule = (self.layout.dp == 1, f"dp of a reference must be 1, got {self.layout.dp}: give replicas instead")
+            check_rules([*shared_rules(self), rule])
 
     config: Config
 
@@ -64,10 +42,10 @@ class RefLogprob(MapStage[Rollouts, WithRef]):
 
     @property
     def num_ranks(self) -> int:
-        return self.config.tp
+        return self.config.layout.size
 
     def faults(self) -> list[str]:
-        return Layout(tp=self.config.tp).faults(self.config.model)
+        return self.config.model_faults()
 
     def setup(self, world: World) -> None:
         from rollstream.stages.megatron.session import RefSession

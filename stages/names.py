@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 #: Number formats that models are computed in.
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def known_names(wrong: str, names: Iterable[str]) -> str:

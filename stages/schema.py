@@ -127,6 +127,16 @@ def validate(batch: pa.RecordBatch, columns: dict[str, pa.DataType], nullable: f
             raise WiringError(f"{maker}: row {row} has {want} entries in {lead!r} but {got} in {name!r}")
 
 
+def num_tokens(batch: pa.RecordBatch) -> int:
+    """Tokens of all rows: of the prompts, and of the responses where there are any.
+
+    >>> num_tokens(pa.RecordBatch.from_pydict({"prompt_ids": [[1, 2], [1, 2]], "response_ids": [[3], []]}))
+    5
+    """
+    there = [name for name in ("prompt_ids", "response_ids") if name in batch.schema.names]
+    return sum(len(batch.column(name).flatten()) for name in there)
+
+
 def compact(batch: pa.RecordBatch) -> pa.RecordBatch:
     """A copy that owns only its own rows: pickling a slice would ship the whole parent."""
     if batch.nbytes >= 0.9 * batch.get_total_buffer_size():

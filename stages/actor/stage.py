@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from rollstream.stages.base import Metric, Stage, Stream, UpdateStage, World, check_wiring
+from rollstream.stages.base import Metric, Stream, UpdateStage, World, check_wiring
 from rollstream.stages.errors import WiringError, check_rules
 from rollstream.stages.loss import AGGREGATIONS, KL_KINDS
-from rollstream.stages.megatron.layout import Layout
-from rollstream.stages.names import DTYPES, known_names
+from rollstream.stages.megatron.lora_settings import Lora
+from rollstream.stages.megatron.settings import MegatronConfig, shared_rules
+from rollstream.stages.names import known_names
 from rollstream.stages.schema import Advantaged, Trained, WithRef
 
 if TYPE_CHECKING:
@@ -37,17 +38,11 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(Stage.Config):
+    class Config(MegatronConfig):
         """Settings of the update. The model's folder also gives the tokenizer files of an export."""
 
-        #: Folder of the model to start from, in Hugging Face format.
-        model: str
         #: Groups that one step consumes.
         groups_per_step: int
-        #: Tensor-parallel size: ranks that share each layer.
-        tp: int = 1
-        #: Data-parallel size: shares that a step's groups are cut into.
-        dp: int = 1
         #: Largest learning rate.
         lr: float = 1e-6
         #: Learning rate at the end of the decay.
@@ -66,15 +61,13 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
         weight_decay: float = 0.0
         #: Largest global gradient norm; 0 does not clip.
         clip_grad: float = 1.0
-        #: Samples in one forward pass.
-        micro_batch_size: int = 8
         #: The ratio is clipped below at 1 - clip_low.
         clip_low: float = 0.2
         #: The ratio is clipped above at 1 + clip_high.
         clip_high: float = 0.2
         #: Bound of the loss of tokens with a negative advantage, in units of it; None for none.
         dual_clip: float | None = 3.0
-        #: Weight of the KL penalty; above 0 it needs `ref`.
+        #: Weight of the KL penalty; above 0 it needs `ref`, or `lora`: the model without adapters is the reference.
         kl_coef: float = 0.0
         #: KL estimator; "k3+" has the value of k3 and the gradient of k2, which is that of KL(policy || reference).
         kl: str = "k3+"
@@ -82,16 +75,14 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
         aggregation: str = "token-mean"
         #: Generation budget in tokens, the constant of seq-mean-token-sum-norm; unused otherwise.
         max_response_tokens: int | None = None
-        #: The rollout's temperature: the trainer divides logits by it too.
-        temperature: float = 1.0
         #: The ratio's denominator: the trainer's log-probabilities before the update, or the rollout's own.
         old_logprobs: str = "trainer"
         #: Parts that a step's samples are cut into, one optimizer step each.
         mini_batches: int = 1
         #: Passes over a step's samples.
         epochs: int = 1
-        #: Precision of weights and activations: float32 or bfloat16. Loss and optimizer are in float32 always.
-        dtype: str = "float32"
+        #: Train low-rank adapters in place of the model's own weights; None trains these.
+        lora: Lora | None = None
         #: Seed of the random states.
         seed: int = 0
         #: Largest mean |trainer - rollout| log-probability at the first step of a fresh run; None does not check.
@@ -104,16 +95,17 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
 
     def __init__(self, config: Config, *, name: str | None = None):
         super().__init__(config, name=name)
-        self.layout = Layout(tp=config.tp, dp=config.dp)
+        self.layout = config.layout
         self.has_ref = False
         self._session: ActorSession | None = None
 
     def __call__(self, stream: Stream[Advantaged], *, ref: Stream[WithRef] | None = None) -> Stream[Trained]:
         check_wiring(self, stream, Advantaged)
         if ref is None:
-            if self.config.kl_coef > 0:
+            if self.config.kl_coef > 0 and self.config.lora is None:
                 raise WiringError(
-                    f"kl_coef={self.config.kl_coef} needs ref=: wire RefLogprob(...)(rollouts) or set kl_coef=0"
+                    f"kl_coef={self.config.kl_coef} needs ref=: wire RefLogprob(...)(rollouts), train adapters (lora), "
+                    "whose model is its own reference, or set kl_coef=0"
                 )
             return self._wire(stream=stream)
         check_wiring(self, ref, WithRef, "ref")
@@ -136,12 +128,12 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
         return self.layout.share_of(rank)
 
     def faults(self) -> list[str]:
-        return self.layout.faults(self.config.model)
+        return self.config.model_faults()
 
     def setup(self, world: World) -> None:
         from rollstream.stages.megatron.session import ActorSession
 
-        self._session = ActorSession(self.config, world, self.layout, has_ref=self.has_ref)
+        self._session = ActorSession(self.config, world, has_ref=self.has_ref)
 
     def close(self) -> None:
         if self._session is not None:
@@ -176,13 +168,13 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
 
 def _rules(c: ActorUpdate.Config) -> list[tuple[bool, str]]:
     """Every rule of the settings: whether it holds, and what to say where it does not."""
-    at_least_one = ("groups_per_step", "tp", "dp", "micro_batch_size", "mini_batches", "epochs")
+    at_least_one = ("groups_per_step", "mini_batches", "epochs")
     not_negative = ("min_lr", "warmup_steps", "eps", "weight_decay", "clip_grad", "kl_coef", "clip_high", "seed")
-    choices = {"decay": DECAYS, "kl": KL_KINDS, "aggregation": AGGREGATIONS, "dtype": DTYPES}
+    choices = {"decay": DECAYS, "kl": KL_KINDS, "aggregation": AGGREGATIONS}
     choices["old_logprobs"] = OLD_LOGPROBS
     given: dict[str, Any] = {name: getattr(c, name) for name in (*at_least_one, *not_negative, *choices)}
     return [
-        (bool(c.model), "model must name a folder, got ''"),
+        *shared_rules(c),
         *((given[n] >= 1, f"{n} must be at least 1, got {given[n]}") for n in at_least_one),
         *((0 <= given[n] < math.inf, f"{n} must be 0 or above, got {given[n]}") for n in not_negative),
         *(
@@ -199,7 +191,6 @@ def _rules(c: ActorUpdate.Config) -> list[tuple[bool, str]]:
         (all(0 <= beta < 1 for beta in c.betas), f"betas must be from 0 to below 1, got {c.betas}"),
         (0 < c.clip_low < 1, f"clip_low must be between 0 and 1, got {c.clip_low}"),
         (c.dual_clip is None or c.dual_clip > 1, f"dual_clip must be above 1, got {c.dual_clip}: None for no bound"),
-        (0 < c.temperature < math.inf, f"temperature must be above 0, got {c.temperature}: give the rollout's"),
         (
             c.aggregation != "seq-mean-token-sum-norm" or (c.max_response_tokens or 0) >= 1,
             "aggregation='seq-mean-token-sum-norm' needs max_response_tokens of at least 1, "
@@ -210,7 +201,8 @@ def _rules(c: ActorUpdate.Config) -> list[tuple[bool, str]]:
             f"max_mismatch must be above 0, got {c.max_mismatch}: None does not check",
         ),
         (
-            c.dp <= max(c.groups_per_step, 1),
-            f"dp={c.dp} must not be above groups_per_step={c.groups_per_step}: some ranks would never get a group",
+            c.layout.dp <= max(c.groups_per_step, 1),
+            f"dp={c.layout.dp} must not be above groups_per_step={c.groups_per_step}: some ranks would never get a "
+            "group",
         ),
     ]

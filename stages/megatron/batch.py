@@ -1,10 +1,11 @@
-"""Samples packed into micro-batches: one row of tokens, sequence after sequence, no padding."""
+"""Samples packed into micro-batches: one row of tokens, sequence after sequence, no padding between them."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from rollstream.stages.megatron import cpu_platform
 from rollstream.stages.megatron.mcore import PackedSeqParams
+from rollstream.stages.megatron.router_context import RouterContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +26,18 @@ class Sample:
     response_ids: np.ndarray
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its forward pass: the last one predicts nothing; 0 where there is nothing to predict."""
+        return len(self.prompt_ids) + len(self.response_ids) - 1 if len(self.response_ids) else 0
+
 
 @dataclass(kw_only=True)
 class MicroBatch:
     """Packed samples. T tokens go in; R response tokens are predicted, those of sample 0 first.
 
-    A sequence is prompt + response without the last token, which predicts nothing.
+    A sequence is prompt + response without the last token, which predicts nothing. Samples with an empty response are
+    left out. What the pack lacks to a multiple of tokens is filled up behind the sequences, as one of its own.
     """
 
     #: [1, T], as Megatron takes them.
@@ -46,8 +54,15 @@ class MicroBatch:
     sample_index: Tensor
     #: Per-token columns of the samples, each [R].
     columns: dict[str, Tensor]
-    #: Response length of each sample, 0 included; their sum is R, but for an `empty` batch.
+    #: Response length of each sample, 0 included; their sum is R, but for a batch without a response token, whose one
+    #: row is masked (`loss_mask` false, other columns 0): its rank takes part in every collective and adds zero.
     lengths: list[int]
+    #: Tokens of each sequence.
+    sequence_lengths: list[int]
+    #: Tokens behind them.
+    num_filler: int
+    #: What routers of experts are told; None where there are none, or where nothing is trained.
+    router: RouterContext | None = None
 
 
 def read_samples(groups: Iterable[pa.RecordBatch], columns: Sequence[str] = ()) -> list[Sample]:
@@ -74,51 +89,17 @@ def _rows(column: pa.ListArray) -> list[np.ndarray]:
     return [values[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def cut(samples: Sequence[Sample], size: int) -> list[MicroBatch]:
-    """Micro-batches of `size` samples, in order; the last may be smaller."""
-    return [pack(samples[start : start + size]) for start in range(0, len(samples), size)]
-
-
-def pack(samples: Sequence[Sample]) -> MicroBatch:
-    """One micro-batch, on this rank's device.
-
-    Raises ValueError, naming the sample, for an empty prompt: nothing would predict the first response token.
-    """
-    for sample in samples:
-        if not len(sample.prompt_ids):
-            raise ValueError(f"sample {sample.sample_id!r} has an empty prompt; a prompt needs at least one token")
-    lengths = [len(sample.response_ids) for sample in samples]
-    if not any(lengths):
-        return empty(tuple(samples[0].columns), lengths)
-    return _packed([(index, sample) for index, sample in enumerate(samples) if lengths[index]], lengths)
-
-
-def empty(columns: Sequence[str], lengths: Sequence[int] = ()) -> MicroBatch:
-    """A micro-batch without response tokens: one token, predicted and masked (`loss_mask` false, other columns 0).
-
-    Its rank takes part in every collective and adds zero.
-    """
-    filler = Sample(
-        sample_id="",
-        prompt_ids=np.zeros(1, np.int64),
-        response_ids=np.zeros(1, np.int64),
-        columns={name: np.zeros(1, np.bool_ if name == "loss_mask" else np.float32) for name in columns},
-    )
-    return _packed([(0, filler)], lengths)
-
-
-def _packed(full: Sequence[tuple[int, Sample]], lengths: Sequence[int]) -> MicroBatch:
+def pack(samples: Sequence[Sample], columns: Sequence[str] = (), *, multiple_of: int = 1) -> MicroBatch:
+    """One micro-batch, on this rank's device, of a multiple of so many tokens; at least one, also of no samples."""
+    full = [(index, sample) for index, sample in enumerate(samples) if len(sample.response_ids)]
     sequences = [np.concatenate([sample.prompt_ids, sample.response_ids[:-1]]) for _, sample in full]
+    lengths = [len(sequence) for sequence in sequences]
+    num_filler = -sum(lengths) % multiple_of if full else multiple_of
+    if num_filler:
+        sequences.append(np.zeros(num_filler, np.int64))
     sizes = [len(sequence) for sequence in sequences]
     starts = np.cumsum([0, *sizes])
-    rows = [
-        start + len(sample.prompt_ids) - 1 + np.arange(len(sample.response_ids))
-        for start, (_, sample) in zip(starts[:-1], full, strict=True)
-    ]
     bounds = torch.from_numpy(starts.astype(np.int32))
-    columns = {
-        name: _on_device(np.concatenate([sample.columns[name] for _, sample in full])) for name in full[0][1].columns
-    }
     return MicroBatch(
         input_ids=_on_device(np.concatenate(sequences).astype(np.int64))[None],
         position_ids=_on_device(np.concatenate([np.arange(size) for size in sizes]))[None],
@@ -129,12 +110,29 @@ def _packed(full: Sequence[tuple[int, Sample]], lengths: Sequence[int]) -> Micro
             max_seqlen_q=max(sizes),
             max_seqlen_kv=max(sizes),
         ),
-        rows=_on_device(np.concatenate(rows)),
-        labels=_on_device(np.concatenate([sample.response_ids for _, sample in full]).astype(np.int64)),
-        sample_index=_on_device(np.concatenate([np.full(len(s.response_ids), index) for index, s in full])),
-        columns=columns,
-        lengths=list(lengths),
+        rows=_on_device(_joined([_predictors(s, at) for at, (_, s) in zip(starts, full, strict=False)], np.int64)),
+        labels=_on_device(_joined([sample.response_ids for _, sample in full], np.int64)),
+        sample_index=_on_device(_joined([np.full(len(s.response_ids), index) for index, s in full], np.int64)),
+        columns={
+            name: _on_device(
+                _joined([s.columns[name] for _, s in full], np.bool_ if name == "loss_mask" else np.float32)
+            )
+            for name in columns
+        },
+        lengths=[len(sample.response_ids) for sample in samples],
+        sequence_lengths=lengths,
+        num_filler=num_filler,
     )
+
+
+def _predictors(sample: Sample, start: int) -> np.ndarray:
+    """Positions that predict the response of a sample whose sequence begins at `start`."""
+    return start + len(sample.prompt_ids) - 1 + np.arange(len(sample.response_ids))
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    """One entry after another; a single 0 where there is none."""
+    return np.concatenate(parts).astype(dtype) if parts else np.zeros(1, dtype)
 
 
 def _on_device(values: np.ndarray) -> Tensor:

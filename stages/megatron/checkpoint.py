@@ -11,6 +11,7 @@ all. A rank that failed alone would leave the others waiting for it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import shutil
 from collections.abc import Generator
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
@@ -33,7 +35,6 @@ from rollstream.stages.megatron.mcore import (
     get_cuda_rng_tracker,
     save_config,
     save_preprocess,
-    state,
 )
 from rollstream.stages.megatron.mcore import torch_strategies as strategies
 from rollstream.stages.megatron.trainer import Trainer
@@ -58,13 +59,23 @@ def save(trainer: Trainer, folder: Path) -> None:
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """Restores what `save` wrote; collective. On the layout that wrote it, training goes on bit for bit."""
+    """Restores what `save` wrote; collective. On the layout that wrote it, training goes on bit for bit.
+
+    Another layout gets the same weights, optimizer and schedule; its random states, which only dropout uses, start
+    from the seed.
+    """
     with _one_error_for_all("loaded from", folder):
-        loaded = cast(dict[str, Any], dist_checkpointing.load(_state(trainer, loading=True), str(folder)))
-    trainer.policy.model.load_state_dict(loaded["model"])
+        wanted = _state(trainer, loading=True)
+        common = dist_checkpointing.load_common_state_dict(str(folder))
+        if common["layout"] != wanted.pop("layout"):
+            del wanted["random"]
+        loaded = cast(dict[str, Any], dist_checkpointing.load(wanted, str(folder)))
+    for index, chunk in enumerate(trainer.policy.chunks):
+        chunk.load_state_dict(loaded[f"model{index}"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
-    _set_random_states(loaded["random"])
+    if "random" in wanted:
+        _set_random_states(loaded["random"])
 
 
 @contextlib.contextmanager
@@ -103,23 +114,18 @@ def _save_tensors(sharded: Any, folder: Path) -> None:
 
 
 def _state(trainer: Trainer, *, loading: bool) -> dict[str, Any]:
-    model = trainer.policy.model.sharded_state_dict(metadata=METADATA)
+    chunks = {f"model{i}": c.sharded_state_dict(metadata=METADATA) for i, c in enumerate(trainer.policy.chunks)}
+    rank, size = dist.get_rank(), dist.get_world_size()
     return {
-        "model": model,
-        "optimizer": trainer.optimizer.sharded_state_dict(model, is_loading=loading, metadata=METADATA),
+        **chunks,
+        "optimizer": trainer.optimizer.sharded_state_dict(chunks, is_loading=loading, metadata=METADATA),
         "scheduler": trainer.scheduler.state_dict(),
-        "random": ShardedObject(
-            "random",
-            _random_states(),
-            (state.get_tensor_model_parallel_world_size(),),
-            (state.get_tensor_model_parallel_rank(),),
-            replica_id=state.get_data_parallel_rank(),
-        ),
+        "random": ShardedObject("random", _random_states(), (size,), (rank,)),
+        "layout": dataclasses.asdict(trainer.policy.settings.layout),
     }
 
 
 def _random_states() -> dict[str, Any]:
-    """Of one model copy; the copies draw alike."""
     return {
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),

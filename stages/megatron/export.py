@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollstream.stages.megatron import hf_config, rules
+from rollstream.stages.megatron.folder import Folder
 from rollstream.stages.megatron.hf_config import HFConfig
-from rollstream.stages.megatron.weights import Folder
 
 #: A file of weights is closed when it holds this much; only that much is in memory at a time.
 MAX_FILE_BYTES = 4 << 30

@@ -24,31 +24,60 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+    model_parallel_cuda_manual_seed,
+)
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 __all__ = [
     "COMMON_STATE_FNAME",
     "CheckpointingConfig",
+    "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
     "GPTModel",
+    "MoEAlltoAllTokenDispatcher",
+    "MoELayer",
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "PackedSeqParams",
+    "RowParallelLinear",
     "ShardedObject",
+    "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "clip_grad_by_total_norm_fp32",
+    "copy_to_tensor_model_parallel_region",
     "dist_checkpointing",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_cuda_rng_tracker",
+    "get_expert_parallel_rng_tracker_name",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
+    "get_num_layers_to_build",
+    "make_sharded_tensors_for_checkpoint",
     "model_parallel_cuda_manual_seed",
+    "moe_utils",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
     "save_config",
     "save_preprocess",
     "state",

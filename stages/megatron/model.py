@@ -1,24 +1,23 @@
-"""Megatron's GPTModel as this project uses it: packed sequences in, logits of the wanted positions out."""
+"""Megatron's GPTModel as this project uses it: packed sequences in, log-probabilities of the wanted tokens out.
+
+A rank holds one chunk of the model, or several where the layers are dealt out in turns (virtual pipeline).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rollstream.stages.megatron import cpu_platform
 from rollstream.stages.megatron.batch import MicroBatch
 from rollstream.stages.megatron.hf_config import HFConfig
-from rollstream.stages.megatron.layers import PackedAttention, RMSNorm
-from rollstream.stages.megatron.mcore import (
-    GPTModel,
-    TransformerBlockSubmodules,
-    TransformerConfig,
-    get_gpt_layer_local_spec,
-    state,
-)
+from rollstream.stages.megatron.mcore import GPTModel, state
+from rollstream.stages.megatron.output import ScoringLayer, Wanted
+from rollstream.stages.megatron.router import routers_of, run_with
+from rollstream.stages.megatron.settings import MegatronConfig
+from rollstream.stages.megatron.transformer import block_spec, transformer_config
 
 #: The vocabulary is padded to a multiple of this: the same size for every usual tensor-parallel size, so that
 #: checkpoints of different layouts have tensors of one shape.
@@ -26,27 +25,46 @@ VOCAB_MULTIPLE = 128
 
 
 class Model(GPTModel):
-    """GPTModel whose forward takes a MicroBatch and gives logits [R, V / tp] of the R positions in `batch.rows`.
+    """A chunk of the model. Its forward takes a MicroBatch; of the last chunk it gives [R, 2], log-probability and
+    entropy at each of the R tokens in `batch.labels`; of another, hidden states for the next.
 
-    The output layer sees only those rows: of a prompt no logits are ever made, which saves most of the memory of a
-    forward pass where the vocabulary is large.
+    The output layer sees only the positions that predict those tokens: of a prompt no logits are ever made.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, temperature: float, real_vocab_size: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._rows: Tensor | None = None
-        self.output_layer.register_forward_pre_hook(self._keep_rows)
+        self._temperature, self._real_vocab_size = temperature, real_vocab_size
+        self._routers = routers_of(self)
+        if self.post_process:
+            ScoringLayer.take_over(self.output_layer)
 
     def forward(self, batch: MicroBatch) -> Tensor:  # type: ignore[override]
-        self._rows = batch.rows
-        no_mask: Any = None  # packed attention is causal by itself
-        logits = super().forward(batch.input_ids, batch.position_ids, no_mask, packed_seq_params=batch.packed)
-        self._rows = None
-        return logits[0]
+        if self.post_process:
+            output: Any = self.output_layer
+            output.wanted = Wanted(
+                rows=batch.rows,
+                labels=batch.labels,
+                temperature=self._temperature,
+                vocab_size=self._real_vocab_size,
+            )
+        out = run_with(batch.router, self._routers, lambda: self._run(batch))
+        return out[0] if self.post_process else out
 
-    def _keep_rows(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, *rest = args  # hidden [T, 1, H]
-        return (hidden.index_select(0, self._rows), *rest)
+    def _run(self, batch: MicroBatch) -> Tensor:
+        no_mask: Any = None  # packed attention is causal by itself
+        return super().forward(batch.input_ids, batch.position_ids, no_mask, packed_seq_params=batch.packed)
+
+    def global_name(self, name: str) -> str:
+        """The name of a parameter of this chunk, with the numbers that its layer and expert have in the whole model."""
+        if not name.startswith("decoder.layers."):
+            return name
+        parts = name.split(".")
+        layer: Any = self.decoder.layers[int(parts[2])]
+        parts[2] = str(layer.layer_number - 1)
+        if "local_experts" in parts:
+            at = parts.index("local_experts") + 1
+            parts[at] = str(layer.mlp.local_expert_indices[int(parts[at])])
+        return ".".join(parts)
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -55,73 +73,34 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def build(config: HFConfig, dtype: torch.dtype) -> Model:
-    """A model of that shape on this rank's device, its weights still random; collective.
+def build(config: HFConfig, settings: MegatronConfig) -> list[Model]:
+    """This rank's chunks, in the order of their layers, their weights still random; collective.
 
-    Raises ValueError for a rotary embedding whose attention needs a further factor.
+    Raises ValueError for a rotary embedding whose attention needs a further factor, and where Megatron refuses a
+    setting.
     """
-    tp = state.get_tensor_model_parallel_world_size()
-    transformer = _transformer_config(config, tp, dtype)
-    model = Model(
-        transformer,
-        _block_spec(config),
-        vocab_size=padded_vocab_size(config.vocab_size, tp),
-        max_sequence_length=config.max_positions,
-        position_embedding_type="rope",
-        rotary_base=config.rope_theta,
-        share_embeddings_and_output_weights=config.tied,
-    )
-    if config.rope_type != "default":
-        model.rotary_pos_emb.inv_freq = _scaled_frequencies(config)
-    return model.to(cpu_platform.device())
-
-
-def _transformer_config(config: HFConfig, tp: int, dtype: torch.dtype) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_size,
-        num_attention_heads=config.num_heads,
-        num_query_groups=config.num_kv_heads,
-        kv_channels=config.head_size,
-        normalization="RMSNorm",
-        layernorm_epsilon=config.norm_eps,
-        qk_layernorm=config.qk_norm,
-        add_bias_linear=False,
-        add_qkv_bias=config.qkv_bias,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=tp,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        # The random start is overwritten, but building it marks which parameters are split between ranks: without
-        # the marks gradient norms are wrong.
-        perform_initialization=True,
-        # Fused kernels need packages that we do without.
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        # The loss that we hand over is divided by the denominators of the whole step already.
-        calculate_per_token_loss=False,
-    )
-
-
-def _block_spec(config: HFConfig) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_norm, normalization="RMSNorm")
-    parts: Any = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    final_norm: Any = RMSNorm  # the annotation wants an instance, the code makes one
-    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=final_norm)
+    transformer = transformer_config(config, settings)
+    frequencies = _scaled_frequencies(config) if config.rope_type != "default" else None
+    chunks: list[Model] = []
+    for vp_stage in range(settings.layout.vpp) if settings.layout.vpp > 1 else [None]:
+        model = Model(
+            transformer,
+            block_spec(config, transformer, vp_stage),
+            vocab_size=padded_vocab_size(config.vocab_size, settings.layout.tp),
+            max_sequence_length=config.max_positions,
+            pre_process=state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            position_embedding_type="rope",
+            rotary_base=config.rope_theta,
+            share_embeddings_and_output_weights=config.tied,
+            vp_stage=vp_stage,
+            temperature=settings.temperature,
+            real_vocab_size=config.vocab_size,
+        )
+        if frequencies is not None:
+            model.rotary_pos_emb.inv_freq = frequencies
+        chunks.append(model.to(cpu_platform.device()))
+    return chunks
 
 
 def _scaled_frequencies(config: HFConfig) -> Tensor:

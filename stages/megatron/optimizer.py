@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,15 @@ from rollstream.stages.megatron.mcore import (
     DistributedOptimizer,
     OptimizerConfig,
     OptimizerParamScheduler,
+    clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
 )
+
+if TYPE_CHECKING:
+    from rollstream.stages.actor import ActorUpdate
+
+#: Of float16. It falls when gradients overflow and rises when they have not for long.
+INITIAL_LOSS_SCALE = 2.0**16
 
 
 class TorchAdamOptimizer(DistributedOptimizer):
@@ -51,61 +59,67 @@ class TorchAdamOptimizer(DistributedOptimizer):
                 }
 
 
-def build_optimizer(
-    model: DistributedDataParallel,
-    *,
-    lr: float,
-    min_lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    clip_grad: float,
-) -> Any:
+def build_optimizer(chunks: Sequence[DistributedDataParallel], settings: ActorUpdate.Config) -> Any:
     """Adam whose state and float32 weights are split over the data-parallel ranks; collective.
 
     Gradients are clipped to the global norm `clip_grad`; 0 switches that off. Weight decay is decoupled (AdamW) and
     spares biases and norms.
     """
-    dtype: torch.dtype = model.config.params_dtype
-    settings = OptimizerConfig(
+    dtype: torch.dtype = chunks[0].config.params_dtype
+    adam = OptimizerConfig(
         optimizer="adam",
-        lr=lr,
-        min_lr=min_lr,
-        adam_beta1=betas[0],
-        adam_beta2=betas[1],
-        adam_eps=eps,
-        weight_decay=weight_decay,
-        clip_grad=clip_grad,
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        adam_beta1=settings.betas[0],
+        adam_beta2=settings.betas[1],
+        adam_eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        clip_grad=settings.clip_grad,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        initial_loss_scale=INITIAL_LOSS_SCALE,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(settings, [model])
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    optimizer = get_megatron_optimizer(adam, list(chunks))
+    for part in parts_of(optimizer):
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
             part.__class__ = TorchAdamOptimizer  # Megatron's factory takes no class
             part.start_from_zero()
     return optimizer
 
 
-def build_scheduler(
-    optimizer: Any, *, lr: float, min_lr: float, warmup_steps: int, decay: str, decay_steps: int, weight_decay: float
-) -> OptimizerParamScheduler:
+def parts_of(optimizer: Any) -> list[Any]:
+    """Megatron has an optimizer for experts and one for the rest, where there are both."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def apply_gradients(optimizer: Any, norm: float) -> None:
+    """Clips prepared gradients, whose global norm is `norm`, and changes the weights by them; collective."""
+    for part in parts_of(optimizer):
+        parameters = part.get_parameters()
+        if part.config.clip_grad > 0 and parameters:
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+    optimizer.step_with_ready_grads()
+
+
+def build_scheduler(optimizer: Any, settings: ActorUpdate.Config) -> OptimizerParamScheduler:
     """Step k of the warm-up, counted from 1, has lr * k / (warmup_steps + 1): no step is wasted on a rate of 0.
 
     Then the rate stays ("constant"), or falls to `min_lr` ("linear", "cosine") at step `decay_steps`, counted from the
     run's first. Steps are optimizer steps that were made; a skipped one does not count.
     """
+    warmup_steps = settings.warmup_steps
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=lr / (warmup_steps + 1),
-        max_lr=lr,
-        min_lr=min_lr,
+        init_lr=settings.lr / (warmup_steps + 1),
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
         lr_warmup_steps=warmup_steps,
-        lr_decay_steps=max(decay_steps, warmup_steps + 1),
-        lr_decay_style=decay,
-        start_wd=weight_decay,
-        end_wd=weight_decay,
+        lr_decay_steps=max(settings.decay_steps, warmup_steps + 1),
+        lr_decay_style=settings.decay,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,

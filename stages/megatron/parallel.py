@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -25,7 +26,7 @@ def init(world: World, layout: Layout, seed: int) -> None:
     if dist.is_initialized():
         raise RuntimeError("this process already holds a Megatron world; close the other stage or use another process")
     if world.size != layout.size:
-        raise ValueError(f"tp={layout.tp} and dp={layout.dp} need {layout.size} ranks, the world has {world.size}")
+        raise ValueError(f"{layout} needs {layout.size} ranks, the world has {world.size}")
     if world.threads:
         torch.set_num_threads(world.threads)
     backend = "gloo"
@@ -45,6 +46,10 @@ def init(world: World, layout: Layout, seed: int) -> None:
         )
     state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         create_gloo_process_groups=True,
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
     )
@@ -73,15 +78,31 @@ def max_over_shares(value: int) -> int:
 
 
 def reports_for_share() -> bool:
-    """Whether this rank speaks for its data-parallel share: the first of its tensor-parallel group."""
-    return state.get_tensor_model_parallel_rank() == 0
+    """Whether this rank speaks for its data-parallel share: of the ranks that compute the loss, the first."""
+    return state.get_tensor_model_parallel_rank() == 0 and computes_loss()
+
+
+def computes_loss() -> bool:
+    """Whether this rank holds the model's end."""
+    return state.get_pipeline_model_parallel_rank() == state.get_pipeline_model_parallel_world_size() - 1
+
+
+def sum_of_reports(*values: float) -> list[float]:
+    """Sums of what the ranks that speak for a share have to say, on all ranks; collective over the world."""
+    said = values if reports_for_share() else [0.0] * len(values)
+    totals = torch.tensor(said, dtype=torch.float64, device=cpu_platform.device())
+    dist.all_reduce(totals)
+    return totals.tolist()
+
+
+def from_last_stage(values: torch.Tensor) -> torch.Tensor:
+    """`values` of the last pipeline rank, in place, on all of them; collective."""
+    if state.get_pipeline_model_parallel_world_size() > 1:
+        group: Any = state.get_pipeline_model_parallel_group()
+        dist.broadcast(values, group=group, group_src=dist.get_world_size(group) - 1)
+    return values
 
 
 def is_first() -> bool:
     """Whether this is rank 0 of the world."""
     return dist.get_rank() == 0
-
-
-def in_first_copy() -> bool:
-    """Whether this rank belongs to the first data-parallel copy of the model."""
-    return state.get_data_parallel_rank() == 0

@@ -1,6 +1,7 @@
 """One update of a policy: the optimizer steps on a rank's share of a batch, in step with the other ranks.
 
-groups -> samples -> mini_batches parts -> micro-batches, as many on each rank
+groups -> samples -> mini_batches parts -> micro-batches, as many on each data-parallel rank
+log-probabilities before the update, of the policy and of the reference, where they are needed
 for each epoch, for each part:
     denominators, over all ranks -> gradients -> gate -> optimizer step, or skip
 """
@@ -16,9 +17,10 @@ import pyarrow as pa
 import torch
 
 from rollstream.stages.base import Metric, Metrics
-from rollstream.stages.megatron import cpu_platform, parallel
-from rollstream.stages.megatron.batch import MicroBatch, Sample, cut, empty, read_samples
+from rollstream.stages.megatron import cpu_platform, lora, parallel
+from rollstream.stages.megatron.batch import MicroBatch, Sample, read_samples
 from rollstream.stages.megatron.objective import Denominators, Objective
+from rollstream.stages.megatron.router import take_metrics
 from rollstream.stages.megatron.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -30,37 +32,52 @@ COLUMNS = ("loss_mask", "advantages", "rollout_logprobs")
 
 
 class PolicyUpdate:
-    """Runs updates on `trainer`. `gated` is true until the first step of a fresh run has passed the mismatch gate."""
+    """Runs updates on `trainer`. `gated` is true until the first step of a fresh run has passed the mismatch gate.
+
+    Where adapters are trained and no reference is wired, the policy with its adapters off is the reference.
+    """
 
     def __init__(self, trainer: Trainer, settings: ActorUpdate.Config, *, has_ref: bool):
         self.trainer = trainer
         self.settings = settings
         self.columns = (*COLUMNS, "ref_logprobs") if has_ref else COLUMNS
+        self.own_ref = settings.lora is not None and settings.kl_coef > 0 and not has_ref
         self.gated = settings.max_mismatch is not None
 
     def run(self, groups: Sequence[pa.RecordBatch]) -> dict[str, Metric]:
         """One update; collective. Each quantity is reported by one rank, so that the ranks' metrics add up."""
-        config = self.settings
+        config, metrics = self.settings, Metrics()
         samples = read_samples(groups, self.columns)
-        parts = [self._micro_batches(part) for part in _parts(samples, config.mini_batches)]
-        several = config.mini_batches * config.epochs > 1
-        for batch in (batch for part in parts for batch in part):
-            if config.old_logprobs == "rollout":
-                batch.columns["old_logprobs"] = batch.columns["rollout_logprobs"]
-            elif several:  # the policy will have moved by the time of the later steps
-                batch.columns["old_logprobs"] = self.trainer.policy.score(batch)
-        metrics = Metrics()
+        parts = [self._micro_batches(part, metrics) for part in _parts(samples, config.mini_batches)]
+        for part in parts:
+            self._add_columns(part)
         for epoch in range(config.epochs):
             for index, part in enumerate(parts):
                 unchanged = epoch == 0 and (index == 0 or config.old_logprobs == "trainer")
                 self._step(part, metrics, compare_rollout=unchanged)
         return metrics.take()
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        """As many on each data-parallel rank: those with fewer get empty ones."""
-        batches = cut(samples, self.settings.micro_batch_size)
-        missing = parallel.max_over_shares(max(len(batches), 1)) - len(batches)
-        return batches + [empty(self.columns) for _ in range(missing)]
+    def _micro_batches(self, samples: Sequence[Sample], metrics: Metrics) -> list[MicroBatch]:
+        policy = self.trainer.policy
+        cut = policy.cut(samples)
+        if parallel.reports_for_share():
+            metrics.add("actor/padding", *policy.padding(samples, cut))
+            metrics.add("actor/micro_batches", len(cut))
+        return policy.pack(samples, cut, self.columns)
+
+    def _add_columns(self, batches: Sequence[MicroBatch]) -> None:
+        """Log-probabilities of the policy before the update, and of the reference that it is itself."""
+        policy, config = self.trainer.policy, self.settings
+        if config.old_logprobs == "rollout":
+            for batch in batches:
+                batch.columns["old_logprobs"] = batch.columns["rollout_logprobs"]
+        elif config.mini_batches * config.epochs > 1:  # the policy will have moved by the time of the later steps
+            for batch, scores in zip(batches, policy.score(batches), strict=True):
+                batch.columns["old_logprobs"] = scores
+        if self.own_ref:
+            with lora.adapters_off(policy.chunks):
+                for batch, scores in zip(batches, policy.score(batches), strict=True):
+                    batch.columns["ref_logprobs"] = scores
 
     def _step(self, batches: Sequence[MicroBatch], metrics: Metrics, *, compare_rollout: bool) -> None:
         denominators = _denominators(batches)
@@ -74,11 +91,12 @@ class PolicyUpdate:
         seen = Metrics()
         for report in reports:
             seen.merge(report.sums)
-        loss, difference = _over_shares(
+        loss, difference = parallel.sum_of_reports(
             sum(report.loss for report in reports), seen.sums.get("rollout/logprob_diff", (0.0, 0.0))[0]
         )
         if parallel.reports_for_share():
             metrics.merge(seen.sums)
+        metrics.merge(take_metrics(self.trainer.policy.chunks))
         if self.gated:
             self._check_mismatch(difference / denominators.num_tokens)
         norm = self.trainer.step() if math.isfinite(loss) else math.nan
@@ -88,6 +106,8 @@ class PolicyUpdate:
             metrics.add("actor/loss", loss)
             metrics.add("actor/grad_norm", norm)
             metrics.add("actor/skipped_steps", 0.0)
+            if self.settings.dtype == "float16":
+                metrics.add("actor/loss_scale", self.trainer.loss_scale)
 
     def _skip(self, metrics: Metrics, reason: str) -> None:
         if parallel.is_first():
@@ -119,8 +139,3 @@ def _denominators(batches: Sequence[MicroBatch]) -> Denominators:
     counts = torch.tensor([tokens, samples], dtype=torch.int64, device=cpu_platform.device())
     num_tokens, num_samples = parallel.sum_over_shares(counts).tolist()
     return Denominators(num_tokens=num_tokens, num_samples=num_samples)
-
-
-def _over_shares(*values: float) -> list[float]:
-    totals = torch.tensor(values, dtype=torch.float64, device=cpu_platform.device())
-    return parallel.sum_over_shares(totals).tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +31,7 @@ class Rule:
 _QKV = tuple(f"self_attn.{x}_proj" for x in ("q", "k", "v"))
 
 #: Parameters of a layer, Megatron's module to Hugging Face modules.
-LAYER_RULES: dict[str, Rule] = {
+LAYER_RULES: Mapping[str, Rule] = {
     "input_layernorm": Rule("copy", ("input_layernorm",)),
     "self_attention.linear_qkv": Rule("qkv", _QKV),
     "self_attention.q_layernorm": Rule("copy", ("self_attn.q_norm",)),
@@ -40,26 +42,65 @@ LAYER_RULES: dict[str, Rule] = {
     "mlp.linear_fc2": Rule("columns", ("mlp.down_proj",)),
 }
 
+#: Parts of a mixture of experts, by architecture: router, and gate, up and down of expert N.
+EXPERT_NAMES: Mapping[str, tuple[str, str, str, str]] = {
+    "MixtralForCausalLM": (
+        "block_sparse_moe.gate",
+        "block_sparse_moe.experts.{}.w1",
+        "block_sparse_moe.experts.{}.w3",
+        "block_sparse_moe.experts.{}.w2",
+    ),
+    "Qwen3MoeForCausalLM": (
+        "mlp.gate",
+        "mlp.experts.{}.gate_proj",
+        "mlp.experts.{}.up_proj",
+        "mlp.experts.{}.down_proj",
+    ),
+}
+
 #: Parameters outside the layers.
-MODEL_RULES: dict[str, Rule] = {
+MODEL_RULES: Mapping[str, Rule] = {
     "embedding.word_embeddings.weight": Rule("vocab", ("model.embed_tokens.weight",)),
     "decoder.final_layernorm.weight": Rule("copy", ("model.norm.weight",)),
     "output_layer.weight": Rule("vocab", ("lm_head.weight",)),
 }
 
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])")
 
-def rule_of(parameter: str) -> Rule:
-    """The rule of a parameter by its Megatron name.
 
-    >>> rule_of("decoder.layers.3.mlp.linear_fc2.weight")
+def rule_of(parameter: str, config: HFConfig) -> Rule:
+    """The rule of a parameter by its Megatron name, in which layers and experts are those of the whole model.
+
+    >>> rule_of("decoder.layers.3.mlp.linear_fc2.weight", config)
     Rule(kind='columns', names=('model.layers.3.mlp.down_proj.weight',))
     """
+    if parameter == "output_layer.weight" and config.tied:  # a copy, where the last pipeline rank has no embedding
+        return MODEL_RULES["embedding.word_embeddings.weight"]
     if parameter in MODEL_RULES:
         return MODEL_RULES[parameter]
     _, _, layer, module = parameter.split(".", 3)
     module, leaf = module.rsplit(".", 1)
-    rule = LAYER_RULES[module]
+    rule = _module_rule(module, config)
     return Rule(rule.kind, tuple(f"model.layers.{layer}.{name}.{leaf}" for name in rule.names))
+
+
+def _module_rule(module: str, config: HFConfig) -> Rule:
+    if config.experts is None or not module.startswith("mlp."):
+        return LAYER_RULES[module]
+    router, gate, up, down = EXPERT_NAMES[config.architecture]
+    if module == "mlp.router":
+        return Rule("copy", (router,))
+    match = _EXPERT.fullmatch(module)
+    assert match is not None, f"{module} is no part of a mixture of experts"
+    index, linear = match.groups()
+    if linear == "linear_fc1":
+        return Rule("gate_up", (gate.format(index), up.format(index)))
+    return Rule("columns", (down.format(index),))
+
+
+def is_expert(parameter: str) -> bool:
+    """Whether a parameter belongs to one expert: it is cut by the experts' own tensor-parallel size."""
+    return ".local_experts." in parameter
 
 
 def local_range(kind: str, size: int, tp: int, rank: int, padded: int) -> tuple[int, int]:
@@ -110,10 +151,8 @@ def hf_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj.weight": (keys, hidden),
         "self_attn.v_proj.weight": (keys, hidden),
         "self_attn.o_proj.weight": (hidden, query),
-        "mlp.gate_proj.weight": (ffn, hidden),
-        "mlp.up_proj.weight": (ffn, hidden),
-        "mlp.down_proj.weight": (hidden, ffn),
     }
+    layer |= _expert_shapes(config) if config.experts else _ffn_shapes(*_DENSE_FFN, hidden, ffn)
     if config.qkv_bias:
         layer |= {f"{name}.bias": (size,) for name, size in zip(_QKV, (query, keys, keys), strict=True)}
     if config.qk_norm:
@@ -126,6 +165,23 @@ def hf_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     for index in range(config.num_layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+_DENSE_FFN = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+def _ffn_shapes(gate: str, up: str, down: str, hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
+    return {f"{gate}.weight": (ffn, hidden), f"{up}.weight": (ffn, hidden), f"{down}.weight": (hidden, ffn)}
+
+
+def _expert_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
+    assert config.experts is not None
+    router, *parts = EXPERT_NAMES[config.architecture]
+    shapes: dict[str, tuple[int, ...]] = {f"{router}.weight": (config.experts.num, config.hidden_size)}
+    for index in range(config.experts.num):
+        gate, up, down = (part.format(index) for part in parts)
+        shapes |= _ffn_shapes(gate, up, down, config.hidden_size, config.experts.ffn_size)
     return shapes
 
 

@@ -10,10 +10,9 @@ import numpy as np
 import pyarrow as pa
 
 from rollstream.stages.base import Metric, World
-from rollstream.stages.megatron import checkpoint, export, parallel, weights
-from rollstream.stages.megatron.batch import cut, read_samples
+from rollstream.stages.megatron import checkpoint, export, lora, parallel
+from rollstream.stages.megatron.batch import read_samples
 from rollstream.stages.megatron.cpu_platform import on_platform
-from rollstream.stages.megatron.layout import Layout
 from rollstream.stages.megatron.policy import Policy
 from rollstream.stages.megatron.policy_update import PolicyUpdate
 from rollstream.stages.megatron.trainer import Trainer
@@ -28,18 +27,22 @@ class RefSession:
 
     @on_platform()
     def __init__(self, config: RefLogprob.Config, world: World):
-        parallel.init(world, Layout(tp=config.tp), seed=0)
-        self._micro_batch_size = config.micro_batch_size
-        self._policy = Policy(config.model, dtype=config.dtype, temperature=config.temperature)
-        self._policy.model.eval().requires_grad_(False)
+        parallel.init(world, config.layout, seed=0)
+        self._policy = Policy(config)
+        for chunk in self._policy.chunks:
+            chunk.requires_grad_(False)
 
     @on_platform()
     def logprobs(self, group: pa.RecordBatch) -> list[np.ndarray]:
         """Log-probabilities of each row's response, float32; collective over the model's ranks."""
-        scored: list[np.ndarray] = []
-        for batch in cut(read_samples([group]), self._micro_batch_size):
-            flat = self._policy.score(batch).cpu().numpy()
-            scored += np.split(flat[: sum(batch.lengths)], np.cumsum(batch.lengths)[:-1])
+        samples = read_samples([group])
+        cut = self._policy.cut(samples)
+        batches = self._policy.pack(samples, cut, ())
+        scored: list[np.ndarray] = [np.zeros(0, np.float32)] * len(samples)
+        for indices, batch, scores in zip(cut, batches, self._policy.score(batches), strict=True):
+            flat = scores.cpu().numpy()
+            for index, part in zip(indices, np.split(flat, np.cumsum(batch.lengths)[:-1]), strict=True):
+                scored[index] = part[: len(samples[index].response_ids)]
         return scored
 
     def close(self) -> None:
@@ -50,9 +53,11 @@ class ActorSession:
     """A policy with its optimizer."""
 
     @on_platform()
-    def __init__(self, config: ActorUpdate.Config, world: World, layout: Layout, *, has_ref: bool):
-        parallel.init(world, layout, config.seed)
-        self._policy = Policy(config.model, dtype=config.dtype, temperature=config.temperature)
+    def __init__(self, config: ActorUpdate.Config, world: World, *, has_ref: bool):
+        parallel.init(world, config.layout, config.seed)
+        self._policy = Policy(config, seed=config.seed)
+        if config.lora is not None:
+            lora.add_lora(self._policy.chunks, config.lora, self._policy.config, seed=config.seed)
         self._trainer = Trainer(self._policy, config)
         self._update = PolicyUpdate(self._trainer, config, has_ref=has_ref)
 
@@ -61,10 +66,8 @@ class ActorSession:
         return self._update.run(groups)
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Collective over the ranks of the first model copy; the other copies hold the same and have no part in it."""
-        if not parallel.in_first_copy():
-            return
-        for name, tensor in weights.export(self._policy.model, self._policy.config):
+        """Collective over the world; rank 0 gets them."""
+        for name, tensor in self._policy.tensors():
             yield name, tensor.float().numpy()
 
     @on_platform()
@@ -78,9 +81,7 @@ class ActorSession:
 
     @on_platform()
     def export(self, folder: Path) -> None:
-        if not parallel.in_first_copy():
-            return
-        tensors = weights.export(self._policy.model, self._policy.config)
+        tensors = self._policy.tensors()
         if parallel.is_first():
             export.write(folder, tensors, self._policy.config)
         else:

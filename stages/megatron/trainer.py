@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rollstream.stages.megatron import cpu_platform, parallel
 from rollstream.stages.megatron.batch import MicroBatch
 from rollstream.stages.megatron.mcore import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
-    get_forward_backward_func,
     state,
 )
-from rollstream.stages.megatron.optimizer import build_optimizer, build_scheduler
-from rollstream.stages.megatron.policy import Policy
+from rollstream.stages.megatron.optimizer import apply_gradients, build_optimizer, build_scheduler
+from rollstream.stages.megatron.policy import Policy, run_schedule
+from rollstream.stages.megatron.router_context import pack_context
 
 if TYPE_CHECKING:
     from rollstream.stages.actor import ActorUpdate
@@ -31,71 +32,67 @@ class Trainer:
     """One optimizer step is `forward_backward`, then `step` or, to keep the weights, nothing."""
 
     def __init__(self, policy: Policy, settings: ActorUpdate.Config):
-        self.policy = policy
+        self.policy, self.settings = policy, settings
         reduction = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-        self.ddp = DistributedDataParallel(policy.model.config, reduction, policy.model)
-        policy.model.config.finalize_model_grads_func = finalize_model_grads
-        self.optimizer = build_optimizer(
-            self.ddp,
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            clip_grad=settings.clip_grad,
-        )
-        self.scheduler = build_scheduler(
-            self.optimizer,
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-            warmup_steps=settings.warmup_steps,
-            decay=settings.decay,
-            decay_steps=settings.decay_steps,
-            weight_decay=settings.weight_decay,
-        )
+        config: Any = policy.chunks[0].config
+        self.ddp = [DistributedDataParallel(config, reduction, chunk) for chunk in policy.chunks]
+        self.optimizer = build_optimizer(self.ddp, settings)
+        self.scheduler = build_scheduler(self.optimizer, settings)
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
 
     @property
     def lr(self) -> float:
         """The learning rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by in float16, so that small gradients are not lost; else 1."""
+        return float(self.optimizer.get_loss_scale())
+
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
-        """Gradients of the sum of `loss` over all micro-batches of all ranks; the reports of this rank's, in order.
+        """Gradients of the sum of `loss` over all micro-batches of all ranks; the reports of this rank's, in order,
+        where the model ends.
 
         Collective: every data-parallel rank must bring the same number of micro-batches. Megatron divides each loss by
         that number and averages gradients over the ranks; the factor here undoes both, so that the sum is a sum.
         """
         factor = len(batches) * state.get_data_parallel_world_size()
+        self._tell_routers(batches, factor)
 
-        def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            batch: MicroBatch = next(iterator)
+        def scaled(scores: Tensor, batch: MicroBatch) -> tuple[Tensor, Any]:
+            value, report = loss(scores[:, 0], scores[:, 1].detach(), batch)
+            return value * factor, report
 
-            def scaled(logits: Tensor) -> tuple[Tensor, Tensor, Any]:
-                value, report = loss(*self.policy.logprobs(logits, batch), batch)
-                return value * factor, torch.ones((), dtype=torch.int, device=value.device), report
-
-            return model(batch), scaled
-
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=[self.ddp],
-            num_microbatches=len(batches),
-            seq_length=1,  # read only where layers are spread over ranks
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        return run_schedule(self.ddp, batches, scaled)
+
+    def _tell_routers(self, batches: Sequence[MicroBatch], factor: float) -> None:
+        if self.policy.config.experts is None:
+            return
+        here = torch.tensor(sum(sum(b.sequence_lengths) for b in batches), device=cpu_platform.device())
+        num_tokens = int(parallel.sum_over_shares(here))
+        for batch in batches:
+            batch.router = pack_context(
+                batch.sequence_lengths,
+                num_filler=batch.num_filler,
+                num_step_tokens=max(num_tokens, 1),
+                factor=factor,
+                settings=self.settings.moe,
+            )
 
     def step(self) -> float:
         """Changes the weights by the gradients at hand and returns their global norm, before clipping; collective.
 
-        Where the norm is not finite nothing is changed, on any rank: weights, Adam's state and the schedule stay.
+        Where the norm is not finite nothing is changed, on any rank: weights, Adam's state and the schedule stay; in
+        float16 the loss scale falls.
         """
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        found_inf = self.optimizer.prepare_grads()
+        norm = math.inf if found_inf else float(self.optimizer.get_grad_norm())
         if math.isfinite(norm):
-            self.optimizer.step()
+            apply_gradients(self.optimizer, norm)
             self.scheduler.step(1)
         return norm

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rollstream import GRPO, ActorUpdate, Placement, Prompts, RefLogprob, Reward, Rollout, grpo, run
+from rollstream.stages.megatron.layout import Layout
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_cluster")]
 
@@ -67,7 +68,8 @@ def test_what_a_run_keeps(config, tmp_path):
 
 def test_two_tensor_parallel_ranks_give_the_same_numbers(config, tmp_path):
     one = list(run(grpo(config), steps=2, out=tmp_path / "runs/1", placement=ONE_THREAD))
-    two = replace(config, actor=replace(config.actor, tp=2), ref=replace(config.ref, tp=2))
+    layout = Layout(tp=2)
+    two = replace(config, actor=replace(config.actor, layout=layout), ref=replace(config.ref, layout=layout))
     pair = list(run(grpo(two), steps=2, out=tmp_path / "runs/2", placement=ONE_THREAD))
     for name in ("reward/mean", "actor/entropy", "actor/grad_norm", "rollout/response_tokens"):
         assert pair[0].metrics[name] == pytest.approx(one[0].metrics[name], rel=1e-4), name

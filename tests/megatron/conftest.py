@@ -72,19 +72,32 @@ def _rank(answers: Any, function: Callable[..., Any], world: World, args: tuple[
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """tiny(kind, tied=False): folder of a random two-layer model with 4 heads and 2 key/value heads."""
-    folders: dict[tuple[str, bool], Path] = {}
+    """tiny(kind, tied=False, num_layers=2): folder of a random model with 4 heads and 2 key/value heads."""
+    folders: dict[tuple[str, bool, int], Path] = {}
 
-    def make(kind: str, tied: bool = False) -> Path:
-        if (kind, tied) not in folders:
-            folders[kind, tied] = tmp_path_factory.mktemp(f"{kind}{'_tied' if tied else ''}")
-            _tiny_model(kind, tied).save_pretrained(folders[kind, tied])
-        return folders[kind, tied]
+    def make(kind: str, tied: bool = False, num_layers: int = 2) -> Path:
+        key = (kind, tied, num_layers)
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp(f"{kind}{'_tied' if tied else ''}{num_layers}")
+            _tiny_model(*key).save_pretrained(folders[key])
+        return folders[key]
 
     return make
 
 
-def _tiny_model(kind: str, tied: bool) -> Any:
+#: Kinds of `tiny`, and how transformers names their config.
+CONFIGS = {
+    "llama": "LlamaConfig",
+    "llama3": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "mixtral": "MixtralConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+}
+
+
+def _tiny_model(kind: str, tied: bool, num_layers: int) -> Any:
     import transformers
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 5e5}
@@ -94,7 +107,7 @@ def _tiny_model(kind: str, tied: bool) -> Any:
     settings: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": VOCAB,
@@ -103,9 +116,13 @@ def _tiny_model(kind: str, tied: bool) -> Any:
         "tie_word_embeddings": tied,
         "rope_parameters": rope,
     }
-    if kind == "qwen3":
+    if kind.startswith("qwen3"):
         settings["head_dim"] = 32
-    config = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}.get(kind, transformers.LlamaConfig)
+    if kind == "mixtral":
+        settings |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    if kind == "qwen3_moe":
+        settings |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    config = getattr(transformers, CONFIGS[kind])
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config(**settings)).float().eval()
     with torch.no_grad():

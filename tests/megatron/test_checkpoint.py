@@ -13,6 +13,7 @@ import torch
 from rollstream.stages.actor import ActorUpdate
 from rollstream.stages.base import World
 from rollstream.stages.megatron.cpu_platform import on_platform
+from rollstream.stages.megatron.layout import Layout
 from rollstream.stages.megatron.mcore import get_cuda_rng_tracker
 
 pytestmark = pytest.mark.megatron
@@ -25,7 +26,7 @@ def train(
     world: World,
     model: Path,
     steps: list[list[pa.RecordBatch]],
-    layout: dict[str, int],
+    layout: Layout,
     save_after: int | None,
     folder: Path,
 ) -> tuple[list[Any], dict[str, np.ndarray]]:
@@ -33,7 +34,7 @@ def train(
 
     Saves before step `save_after`, counted from 0; None begins by loading.
     """
-    config = ActorUpdate.Config(model=str(model), groups_per_step=2, max_mismatch=None, **SETTINGS, **layout)
+    config = ActorUpdate.Config(model=str(model), groups_per_step=2, max_mismatch=None, layout=layout, **SETTINGS)
     stage = ActorUpdate(config)
     stage.setup(world)
     if save_after is None:
@@ -42,7 +43,7 @@ def train(
     for index, step in enumerate(steps):
         if index == save_after:
             stage.save(folder)
-        metrics = stage.update(step[stage.share_of(world.rank) :: config.dp])
+        metrics = stage.update(step[stage.share_of(world.rank) :: layout.dp])
         seen.append((metrics.get("actor/loss"), metrics.get("actor/lr"), draw()))
     return seen, dict(stage.weights())
 
@@ -54,13 +55,13 @@ def draw() -> tuple[float, float]:
     return of_rank, float(torch.rand(()))
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}], ids=["one rank", "tp 2", "dp 2"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(dp=2)], ids=["one rank", "tp 2", "dp 2"])
 @pytest.mark.parametrize("save_after", [0, 2])
 def test_continues_bit_for_bit(
-    launch: Any, tiny: Any, make_groups: Any, tmp_path: Path, layout: dict[str, int], save_after: int
+    launch: Any, tiny: Any, make_groups: Any, tmp_path: Path, layout: Layout, save_after: int
 ) -> None:
     steps = [make_groups(num_groups=2, seed=seed) for seed in range(4)]
-    size = layout.get("tp", 1) * layout.get("dp", 1)
+    size = layout.size
     straight = launch(size, train, tiny("qwen3"), steps, layout, save_after, tmp_path / "ck")
     resumed = launch(size, train, tiny("qwen3"), steps[save_after:], layout, None, tmp_path / "ck")
     assert [seen for seen, _ in resumed] == [seen[save_after:] for seen, _ in straight]

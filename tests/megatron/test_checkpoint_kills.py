@@ -24,6 +24,7 @@ from rollstream.stages.actor import ActorUpdate
 from rollstream.stages.base import World
 from rollstream.stages.errors import CheckpointError
 from rollstream.stages.megatron import checkpoint as megatron_checkpoint
+from rollstream.stages.megatron.layout import Layout
 
 pytestmark = pytest.mark.megatron
 
@@ -229,7 +230,7 @@ def test_a_rank_that_can_not_write_fails_on_all(
     launch: Any, tiny: Any, make_groups: Any, tmp_path: Path, rank: int, failure: str
 ) -> None:
     def run(world: World) -> tuple[str, float, float]:
-        stage = make_stage(world, tiny("llama"), tp=2)
+        stage = make_stage(world, tiny("llama"), layout=Layout(tp=2))
         stage.update(make_groups(num_groups=2))
         breaking = FAILURES[failure]() if world.rank == rank else contextlib.nullcontext()
         with breaking, pytest.raises(CheckpointError) as caught:
@@ -252,7 +253,7 @@ def test_a_rank_that_does_not_see_the_folder_fails_on_all(launch: Any, tiny: Any
 
     def run(world: World) -> str:
         with pytest.raises(CheckpointError, match="rank 1: NotADirectoryError") as caught:
-            make_stage(world, tiny("llama"), tp=2).save(tmp_path / ("file/1" if world.rank else "0"))
+            make_stage(world, tiny("llama"), layout=Layout(tp=2)).save(tmp_path / ("file/1" if world.rank else "0"))
         return str(caught.value)
 
     assert all("rank 0" not in error for error in launch(2, run))

@@ -12,13 +12,16 @@ import transformers
 from rollstream.stages.actor import ActorUpdate
 from rollstream.stages.base import World
 from rollstream.stages.megatron import export as export_module
+from rollstream.stages.megatron.layout import Layout
 
 pytestmark = pytest.mark.megatron
 
 
 def export(world: World, folder: Path, out: Path, tp: int, dp: int, dtype: str = "float32") -> dict[str, Any]:
     """Exports an untouched model and returns what `weights` puts out."""
-    stage = ActorUpdate(ActorUpdate.Config(model=str(folder), groups_per_step=2, tp=tp, dp=dp, dtype=dtype))
+    stage = ActorUpdate(
+        ActorUpdate.Config(model=str(folder), groups_per_step=2, layout=Layout(tp=tp, dp=dp), dtype=dtype)
+    )
     stage.setup(world)
     stage.export(out)
     return dict(stage.weights())

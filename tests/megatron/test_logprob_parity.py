@@ -11,12 +11,15 @@ import pytest
 
 from rollstream.stages.base import World
 from rollstream.stages.logprob import RefLogprob
+from rollstream.stages.megatron.layout import Layout
 
 pytestmark = pytest.mark.megatron
 
 
 def score(world: World, folder: Path, group: pa.RecordBatch, tp: int, temperature: float, micro: int) -> list[Any]:
-    stage = RefLogprob(RefLogprob.Config(model=str(folder), tp=tp, temperature=temperature, micro_batch_size=micro))
+    stage = RefLogprob(
+        RefLogprob.Config(model=str(folder), layout=Layout(tp=tp), temperature=temperature, micro_batch_size=micro)
+    )
     stage.setup(world)
     return stage.process(group)["ref_logprobs"].to_pylist()
 

@@ -11,13 +11,16 @@ import pytest
 from rollstream.stages.actor import ActorUpdate
 from rollstream.stages.base import World
 from rollstream.stages.logprob import RefLogprob
+from rollstream.stages.megatron.layout import Layout
 from rollstream.stages.schema import PER_TOKEN
 
 pytestmark = pytest.mark.megatron
 
 
 def score(world: World, folder: Path, groups: list[pa.RecordBatch], micro_batch_size: int = 100) -> list[list[Any]]:
-    config = RefLogprob.Config(model=str(folder), temperature=0.7, tp=world.size, micro_batch_size=micro_batch_size)
+    config = RefLogprob.Config(
+        model=str(folder), temperature=0.7, layout=Layout(tp=world.size), micro_batch_size=micro_batch_size
+    )
     stage = RefLogprob(config)
     stage.setup(world)
     return [stage.process(group)["ref_logprobs"].to_pylist() for group in groups]

@@ -11,6 +11,7 @@ import pytest
 
 from rollstream.stages.base import World
 from rollstream.stages.logprob import RefLogprob
+from rollstream.stages.megatron.layout import Layout
 from rollstream.stages.rollout import Rollout
 from rollstream.stages.schema import Prompted
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.megatron
 
 
 def score(world: World, folder: Path, group: pa.RecordBatch, temperature: float = 1.0) -> list[Any]:
-    stage = RefLogprob(RefLogprob.Config(model=str(folder), tp=world.size, temperature=temperature))
+    stage = RefLogprob(RefLogprob.Config(model=str(folder), layout=Layout(tp=world.size), temperature=temperature))
     stage.setup(world)
     return stage.process(group)["ref_logprobs"].to_pylist()
 

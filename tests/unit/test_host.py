@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import pyarrow as pa
 import pytest
 from small_world import Score
 
@@ -56,3 +57,12 @@ def test_whatever_a_stage_raises_travels_as_text_with_its_traceback(error):
     assert (again.stage, again.subject) == ("score", "set-up")
     assert type(error).__name__ in again.cause
     assert "in setup\n    raise error" in again.cause
+
+
+def test_the_head_of_a_group_says_what_training_on_it_costs():
+    columns = {"group_id": ["g0"] * 2, "order": [0] * 2, "prompt_ids": [[1, 2]] * 2, "response_ids": [[3], [4, 5, 6]]}
+    host = StageHost(Score(), World())
+    group = pa.RecordBatch.from_pydict(columns)
+    assert host._head(group, version=0, begun=0.0).num_tokens == 8
+    assert host._head(group.slice(1), version=0, begun=0.0).num_tokens == 5
+    assert host._head(group.drop_columns(["response_ids"]), version=0, begun=0.0).num_tokens == 4

@@ -11,6 +11,7 @@ ITEM = Item(
     version=2,
     birth="5f",
     num_rows=8,
+    num_tokens=90,
     parts=PARTS,
     metrics={"reward/mean": (6.5, 8.0)},
     trail=(Leg(stage="rollout", begun=1e9, seconds=0.25), Leg(stage="reward", begun=1e9 + 1, seconds=0.5)),
@@ -28,7 +29,3 @@ def test_references_are_not_looked_at():
     item = Item(**{**ITEM.__dict__, "parts": (Part(edge="a", nbytes=1, ref=open(__file__)),)})  # noqa: SIM115
     assert item.to_json()["parts"] == [["a", 1]]
     item.parts[0].ref.close()
-
-
-def test_its_bytes_are_those_of_all_parts():
-    assert ITEM.nbytes == 34

@@ -50,8 +50,8 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "AGAIN_S", 0)
 
 
-def lease(*orders: int, version: int = 0, drained: bool = False, nbytes: int = 1, birth: str = "x") -> Lease:
-    rest = {"parts": (Part(edge="a", nbytes=nbytes),), "num_rows": 1, "birth": birth, "version": version}
+def lease(*orders: int, version: int = 0, drained: bool = False, birth: str = "x") -> Lease:
+    rest = {"parts": (Part(edge="a", nbytes=1),), "num_rows": 1, "num_tokens": 5, "birth": birth, "version": version}
     return Lease(items=tuple(Item(group_id=f"g{o}", order=o, **rest) for o in orders), drained=drained)
 
 
@@ -95,9 +95,9 @@ def test_groups_come_in_the_order_of_their_prompts_whatever_is_complete_first():
 
 
 def test_a_joined_group_has_its_items_in_the_order_of_the_edges():
-    (group,) = polled(Edge(lease(0, version=3, nbytes=5)), Edge(lease(0, version=4, nbytes=7))).take(1)
+    (group,) = polled(Edge(lease(0, version=3)), Edge(lease(0, version=4))).take(1)
     assert [item.version for item in group.items] == [3, 4]
-    assert (group.version, group.nbytes) == (3, 7)
+    assert (group.version, group.num_tokens) == (3, 5)
 
 
 def test_columns_of_two_samplings_are_never_joined():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from rollstream.stages.megatron.hf_config import HFConfig
+from rollstream.stages.megatron.hf_config import Experts, HFConfig
 
 
 @pytest.fixture
@@ -28,6 +29,9 @@ def config() -> HFConfig:
         tied=False,
         qkv_bias=True,
         qk_norm=True,
+        init_std=0.02,
+        window=None,
+        experts=None,
     )
 
 
@@ -67,5 +71,27 @@ def test_every_parameter_has_a_shape(config: HFConfig) -> None:
 
     names = [f"decoder.layers.0.{module}.weight" for module in rules.LAYER_RULES]
     names += [*rules.MODEL_RULES, "decoder.layers.0.self_attention.linear_qkv.bias"]
-    needed = {hf_name for name in names for hf_name in rules.rule_of(name).names}
+    needed = {hf_name for name in names for hf_name in rules.rule_of(name, config).names}
     assert needed == set(rules.hf_shapes(config))
+
+
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_every_part_of_the_experts_has_a_shape(config: HFConfig, architecture: str) -> None:
+    from rollstream.stages.megatron import rules
+
+    experts = Experts(num=3, top_k=2, ffn_size=6, normalised=True)
+    config = dataclasses.replace(config, architecture=architecture, experts=experts)
+    parts = ["mlp.router", *(f"mlp.experts.local_experts.{e}.linear_fc{n}" for e in range(3) for n in (1, 2))]
+    names = [f"decoder.layers.0.{part}.weight" for part in parts]
+    shapes = rules.hf_shapes(config)
+    needed = {hf_name for name in names for hf_name in rules.rule_of(name, config).names}
+    assert needed == {name for name in shapes if ".gate" in name or "experts" in name}
+    assert [shapes[name] for name in rules.rule_of(names[1], config).names] == [(6, 8), (6, 8)]
+
+
+def test_a_tied_copy_is_the_embedding(config: HFConfig) -> None:
+    from rollstream.stages.megatron import rules
+
+    tied = dataclasses.replace(config, tied=True)
+    assert rules.rule_of("output_layer.weight", tied).names == ("model.embed_tokens.weight",)
+    assert rules.rule_of("output_layer.weight", config).names == ("lm_head.weight",)

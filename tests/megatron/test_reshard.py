@@ -1,0 +1,101 @@
+"""A checkpoint of one layout goes on in another: the same losses as where it was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pytest
+
+from rollstream.stages.actor import ActorUpdate
+from rollstream.stages.base import Metrics, World
+from rollstream.stages.megatron.layout import Layout
+from rollstream.stages.megatron.lora_settings import Lora
+
+pytestmark = pytest.mark.megatron
+
+# Moments and weight decay of the optimizer, and the schedule, show in the losses that follow. Gradients are clipped, so
+# that their norm must be right too.
+SETTINGS: dict[str, Any] = {"lr": 1e-3, "warmup_steps": 3, "decay": "cosine", "decay_steps": 9, "weight_decay": 0.01}
+SETTINGS["old_logprobs"] = "rollout"  # with a ratio that is always 1 the loss would not depend on the weights
+
+
+class Task(NamedTuple):
+    """What a run of some steps is given."""
+
+    model: Path
+    layout: Layout
+    settings: dict[str, Any]
+    load: Path | None = None
+    save: Path | None = None
+
+
+def train(world: World, task: Task, steps: list[list[pa.RecordBatch]]) -> list[dict[str, tuple[float, float]]]:
+    """This rank's part of each step's metrics. Loads before the first of `steps` and saves after the second."""
+    config = ActorUpdate.Config(
+        model=str(task.model), groups_per_step=2, max_mismatch=None, layout=task.layout, **(SETTINGS | task.settings)
+    )
+    stage = ActorUpdate(config)
+    stage.setup(world)
+    if task.load is not None:
+        stage.load(task.load)
+    told: list[dict[str, tuple[float, float]]] = []
+    for index, step in enumerate(steps):
+        if index == 2 and task.save is not None:
+            stage.save(task.save)
+        told.append(stage.update(step[stage.share_of(world.rank) :: task.layout.dp]))
+    stage.close()
+    return told
+
+
+def run(launch: Any, task: Task, steps: list[list[pa.RecordBatch]]) -> list[tuple[float, float, float]]:
+    """Loss, gradient norm and learning rate of each step, over all ranks."""
+    results: list[tuple[float, float, float]] = []
+    for of_ranks in zip(*launch(task.layout.size, train, task, steps), strict=True):
+        sums = Metrics()
+        for metrics in of_ranks:
+            sums.merge(metrics)
+        means = sums.means()
+        results.append((means["actor/loss"], means["actor/grad_norm"], means["actor/lr"]))
+    return results
+
+
+ONE = Layout()
+LORA = {"lora": Lora(rank=4)}
+#: Model, layout that saves, layout that loads, settings.
+WAYS: dict[str, tuple[str, Layout, Layout, dict[str, Any]]] = {
+    "tp 2 to dp 2": ("qwen3", Layout(tp=2), Layout(dp=2), {}),
+    "tp 2 to pp 2": ("qwen3", Layout(tp=2), Layout(pp=2), {}),
+    "tied, tp 2 to pp 2": ("qwen2 tied", Layout(tp=2), Layout(pp=2), {}),
+    "tied, pp 2 to one rank": ("qwen2 tied", Layout(pp=2), ONE, {}),
+    "dp 2 to tp 2": ("llama", Layout(dp=2), Layout(tp=2), {}),
+    "dp 2 ep 2 to one rank": ("qwen3_moe", Layout(dp=2, ep=2), ONE, {}),
+    "one rank to dp 2 ep 2": ("qwen3_moe", ONE, Layout(dp=2, ep=2), {}),
+    "tp 2 sp etp 2 to pp 2": ("qwen3_moe", Layout(tp=2, sp=True), Layout(pp=2), {}),
+    "tp 2 sp pp 2 vpp 2 to one rank": ("qwen3 deep", Layout(tp=2, sp=True, pp=2, vpp=2), ONE, {}),
+    "one rank to tp 2 sp pp 2 vpp 2": ("qwen3 deep", ONE, Layout(tp=2, sp=True, pp=2, vpp=2), {}),
+    "lora, tp 2 to one rank": ("qwen3", Layout(tp=2), ONE, LORA),
+    "lora, one rank to pp 2": ("qwen3", ONE, Layout(pp=2), LORA),
+    "lora, dp 2 ep 2 to one rank": ("qwen3_moe", Layout(dp=2, ep=2), ONE, LORA),
+    "bfloat16, tp 2 to one rank": ("qwen3", Layout(tp=2), ONE, {"dtype": "bfloat16"}),
+}
+
+
+def model_of(tiny: Any, name: str) -> Path:
+    kind, *more = name.split()
+    return tiny(kind, "tied" in more, 4 if "deep" in more else 2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_next_losses_are_those_of_the_layout_that_saved(
+    launch: Any, tiny: Any, make_groups: Any, tmp_path: Path, way: str
+) -> None:
+    model, before, after, settings = WAYS[way]
+    steps = [make_groups(num_groups=2, seed=seed) for seed in range(5)]
+    saving = Task(model_of(tiny, model), before, settings, save=tmp_path / "ck")
+    straight = run(launch, saving, steps)[2:]
+    resumed = run(launch, saving._replace(layout=after, save=None, load=tmp_path / "ck"), steps[2:])
+    print(way, straight, resumed)
+    for a, b in zip(straight, resumed, strict=True):
+        assert b == pytest.approx(a, rel=1e-6 if "bfloat16" not in way else 2e-2), (a, b)

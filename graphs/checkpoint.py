@@ -20,7 +20,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollstream.graphs.run_state import RunState, changed_packages, check_same_run, installed_packages
+from rollstream.graphs.run_state import (
+    RunState,
+    changed_layouts,
+    changed_packages,
+    check_same_run,
+    installed_packages,
+)
 from rollstream.graphs.seal import examine, faults, folder_name, seal, some, sync
 from rollstream.stages.errors import CheckpointError
 
@@ -28,6 +34,7 @@ __all__ = [
     "Checkpoints",
     "Found",
     "RunState",
+    "changed_layouts",
     "changed_packages",
     "check_same_run",
     "faults",

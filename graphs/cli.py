@@ -1,4 +1,4 @@
-"""The command line: `rollstream run`, `submit`, `trace` and `rewards`."""
+"""The command line: `rollstream run`, `submit`, `trace`, `export` and `rewards`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from rollstream.graphs.options import OVERRIDES
-from rollstream.stages.errors import RollstreamError, StageError
+from rollstream.stages.errors import ConfigError, RollstreamError, StageError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Reinforcement-learning post-training on Ray.")
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -86,6 +86,29 @@ def trace(
     from rollstream.graphs.run_files import newest_run
 
     typer.echo(trace_group(out or newest_run(Path("runs")), group, now=time.time()))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of a run: NAME/checkpoints/step_000010.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must be empty or not there.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapters alone, for PEFT.")] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="The model folder that the run began with, where it has moved.")
+    ] = None,
+) -> None:
+    """Writes the model of a checkpoint as a folder for transformers, adapters merged. Works on the CPU, without Ray, on
+    checkpoints of any layout, also while the run goes on."""
+    from rollstream.graphs.seal import check_is_whole
+
+    check_is_whole(checkpoint)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already: give a folder that is empty or not there")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when torch is first loaded; the GPUs may be at work
+    from rollstream.stages.megatron.checkpoint_export import export_checkpoint
+
+    export_checkpoint(checkpoint, out, adapter=adapter, model=model)
+    typer.echo(f"{'adapters for PEFT' if adapter else 'model for transformers'}: {out}")
 
 
 @app.command()

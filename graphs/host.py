@@ -251,9 +251,11 @@ class StageHost:
                 ask(lambda: store.publish.remote(version, buckets), "the weight store", timeout_s=CALL_S)
 
         self._work(f"weights {version}", send)
+        self._work("rest", stage.rest)
 
     def save(self, folder: Path) -> None:
         self._work("checkpoint", lambda: self._updater.save(folder))
+        self._work("rest", self._updater.rest)
 
     def load(self, folder: Path) -> None:
         self._work("checkpoint", lambda: self._updater.load(folder))

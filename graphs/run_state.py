@@ -13,8 +13,11 @@ from rollstream.stages.errors import CheckpointError
 #: Packages whose versions a checkpoint records.
 PACKAGES = ("rollstream", "torch", "megatron-core", "ray")
 #: Settings that change how fast a run goes and not what it computes. Of `path`, the data's fingerprint tells whether
-#: it matters.
-MAY_CHANGE = frozenset({"max_groups", "max_bytes", "lease_s", "timeout_s", "micro_batch_size", "path"})
+#: it matters. Another `layout` adds in another order: the last digits differ.
+MAY_CHANGE = frozenset(
+    {"max_groups", "max_bytes", "lease_s", "timeout_s", "path"}
+    | {"layout", "micro_batch_size", "max_tokens_per_micro_batch"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,17 @@ def changed_packages(saved: RunState, now: RunState) -> list[str]:
         f"{name}: the checkpoint was made with {before or 'none'}, this run has {after or 'none'}"
         for name, before, after in versions
         if before != after
+    ]
+
+
+def changed_layouts(saved: RunState, now: RunState) -> list[str]:
+    """A sentence for each stage whose ranks are laid out otherwise than when the checkpoint was made; to be told."""
+    both = [(stage, saved.settings[stage], now.settings[stage]) for stage in now.settings if stage in saved.settings]
+    return [
+        f"{stage}: the checkpoint was made with {before['layout']}, this run has {after['layout']}; it is the same "
+        "state, and the numbers may differ in the last digits"
+        for stage, before, after in both
+        if "layout" in before and "layout" in after and before["layout"] != after["layout"]
     ]
 
 

@@ -32,6 +32,7 @@ from rollstream.graphs.checkpoint import (
     Checkpoints,
     Found,
     RunState,
+    changed_layouts,
     changed_packages,
     check_same_run,
     installed_packages,
@@ -354,7 +355,11 @@ class _Run:
         if found is not None:
             now = self._state(None, {})
             check_same_run(found.state, now)
-            self.notes += [*found.passed_over, *changed_packages(found.state, now)]
+            self.notes += [
+                *found.passed_over,
+                *changed_packages(found.state, now),
+                *changed_layouts(found.state, now),
+            ]
         return found
 
     def _take_over(self, found: Found | None) -> Found | None:

@@ -56,6 +56,18 @@ def faults(folder: Path) -> list[str]:
     return examine(folder)[1]
 
 
+def check_is_whole(folder: Path) -> None:
+    """Raises CheckpointError, saying what to give instead, unless `folder` is a checkpoint with all its files."""
+    wrong = faults(folder)
+    if not (folder / STATE).exists():
+        inside = [p.parent for p in (*folder.glob(f"*/{STATE}"), *folder.glob(f"*/*/{STATE}"))]
+        found = sorted(p for p in inside if not p.name.startswith("."))
+        hint = f"the newest in it is {found[-1]}" if found else "give one of a run's checkpoints/step_*"
+        raise CheckpointError(f"{folder} is not a checkpoint, it has no {STATE}: {hint}")
+    if wrong:
+        raise CheckpointError(f"checkpoint {folder} is not whole: {some(wrong)}")
+
+
 def examine(folder: Path) -> tuple[RunState | None, list[str]]:
     """The state as far as it can be read, and the faults."""
     try:

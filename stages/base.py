@@ -271,6 +271,9 @@ class UpdateStage(Stage[In, Out]):
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         """Current weights in Hugging Face names, a tensor at a time; collective, put out on rank 0 only."""
 
+    def rest(self) -> None:
+        """Called when its weights are out: until the next call, other stages may have the device."""
+
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Writes weights, optimizer, scheduler and random state; collective."""

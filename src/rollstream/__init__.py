@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from rollstream.stages.actor import ActorUpdate
     from rollstream.stages.advantage import Advantage
     from rollstream.stages.logprob import RefLogprob
+    from rollstream.stages.megatron.layout import Layout
+    from rollstream.stages.megatron.lora_settings import Lora
+    from rollstream.stages.megatron.moe_settings import Moe
     from rollstream.stages.prompts import Prompts
     from rollstream.stages.reward import Reward, reward
     from rollstream.stages.rollout import Rollout
@@ -32,6 +35,9 @@ _HOMES = {
     "rollstream.stages.actor": ("ActorUpdate",),
     "rollstream.stages.advantage": ("Advantage",),
     "rollstream.stages.logprob": ("RefLogprob",),
+    "rollstream.stages.megatron.layout": ("Layout",),
+    "rollstream.stages.megatron.lora_settings": ("Lora",),
+    "rollstream.stages.megatron.moe_settings": ("Moe",),
     "rollstream.stages.prompts": ("Prompts",),
     "rollstream.stages.reward": ("Reward", "reward"),
     "rollstream.stages.rollout": ("Rollout",),
@@ -45,6 +51,9 @@ __all__ = [
     "Bounds",
     "Bundle",
     "Graph",
+    "Layout",
+    "Lora",
+    "Moe",
     "Placement",
     "Prompts",
     "RefLogprob",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from rollstream.stages.base import Metric, Stream, UpdateStage, World, check_wir
 from rollstream.stages.errors import WiringError, check_rules
 from rollstream.stages.loss import AGGREGATIONS, KL_KINDS
 from rollstream.stages.megatron.lora_settings import Lora
-from rollstream.stages.megatron.settings import MegatronConfig, shared_rules
+from rollstream.stages.megatron.settings import RECOMPUTE, MegatronConfig, shared_rules
 from rollstream.stages.names import known_names
 from rollstream.stages.schema import Advantaged, Trained, WithRef
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DECAYS = ("constant", "linear", "cosine")
 OLD_LOGPROBS = ("trainer", "rollout")
+OFFLOADS = ("parameters", "gradients", "optimizer")
 
 
 class ActorUpdate(UpdateStage[Advantaged, Trained]):
@@ -83,6 +84,12 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
         epochs: int = 1
         #: Train low-rank adapters in place of the model's own weights; None trains these.
         lora: Lora | None = None
+        #: Activations that the backward pass makes again in place of keeping them: none, those of attention's core
+        #: (selective), or all within a layer (full).
+        recompute: str = "none"
+        #: What leaves the device between two steps, so that other stages have its memory: parameters, gradients,
+        #: optimizer. It waits in pinned host memory.
+        offload: tuple[str, ...] = ()
         #: Seed of the random states.
         seed: int = 0
         #: Largest mean |trainer - rollout| log-probability at the first step of a fresh run; None does not check.
@@ -90,6 +97,9 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
 
         def __post_init__(self) -> None:
             check_rules(_rules(self))
+
+        def transformer_fields(self) -> Mapping[str, Any]:
+            return {**RECOMPUTE[self.recompute], **self.override_transformer_config}
 
     config: Config
 
@@ -153,6 +163,9 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
         """As float32, which holds every bfloat16 value exactly."""
         return self.session.weights()
 
+    def rest(self) -> None:
+        self.session.rest()
+
     def save(self, folder: Path) -> None:
         self.session.save(folder)
 
@@ -170,7 +183,12 @@ def _rules(c: ActorUpdate.Config) -> list[tuple[bool, str]]:
     """Every rule of the settings: whether it holds, and what to say where it does not."""
     at_least_one = ("groups_per_step", "mini_batches", "epochs")
     not_negative = ("min_lr", "warmup_steps", "eps", "weight_decay", "clip_grad", "kl_coef", "clip_high", "seed")
-    choices = {"decay": DECAYS, "kl": KL_KINDS, "aggregation": AGGREGATIONS}
+    choices: dict[str, Iterable[str]] = {
+        "decay": DECAYS,
+        "kl": KL_KINDS,
+        "aggregation": AGGREGATIONS,
+        "recompute": RECOMPUTE,
+    }
     choices["old_logprobs"] = OLD_LOGPROBS
     given: dict[str, Any] = {name: getattr(c, name) for name in (*at_least_one, *not_negative, *choices)}
     return [
@@ -195,6 +213,10 @@ def _rules(c: ActorUpdate.Config) -> list[tuple[bool, str]]:
             c.aggregation != "seq-mean-token-sum-norm" or (c.max_response_tokens or 0) >= 1,
             "aggregation='seq-mean-token-sum-norm' needs max_response_tokens of at least 1, "
             f"got {c.max_response_tokens}: give the rollout's max_tokens",
+        ),
+        *(
+            (name in OFFLOADS, f"offload must name what is known, got {name!r}: {known_names(name, OFFLOADS)}")
+            for name in c.offload
         ),
         (
             c.max_mismatch is None or c.max_mismatch > 0,

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import io
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from rollstream.stages.errors import CheckpointError
-from rollstream.stages.megatron import parallel
+from rollstream.stages.megatron import optimizer_state, parallel
 from rollstream.stages.megatron.mcore import (
     COMMON_STATE_FNAME,
     CheckpointingConfig,
@@ -37,10 +37,13 @@ from rollstream.stages.megatron.mcore import (
     save_preprocess,
 )
 from rollstream.stages.megatron.mcore import torch_strategies as strategies
+from rollstream.stages.megatron.model import Model
 from rollstream.stages.megatron.trainer import Trainer
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 FORMAT = CheckpointingConfig("torch_dist", 1)
+#: Characters of an error of one rank: Megatron's may list all tensors.
+MAX_CAUSE = 500
 
 
 def save(trainer: Trainer, folder: Path) -> None:
@@ -52,7 +55,7 @@ def save(trainer: Trainer, folder: Path) -> None:
     first = parallel.is_first()
     with _one_error_for_all("saved to", folder):
         ranks.all_gather("folder", lambda: folder.mkdir(parents=True, exist_ok=True))
-        sharded, common = save_preprocess(_state(trainer, loading=False) | {"content_metadata": METADATA})
+        sharded, common = save_preprocess(_state(trainer) | {"content_metadata": METADATA})
         ranks.all_gather("common", lambda: _save_common(common, folder) if first else None)
         _save_tensors(sharded, folder)
         ranks.all_gather("metadata", lambda: save_config(FORMAT, str(folder)) if first else None)
@@ -65,17 +68,32 @@ def load(trainer: Trainer, folder: Path) -> None:
     from the seed.
     """
     with _one_error_for_all("loaded from", folder):
-        wanted = _state(trainer, loading=True)
+        wanted = _state(trainer)
         common = dist_checkpointing.load_common_state_dict(str(folder))
         if common["layout"] != wanted.pop("layout"):
             del wanted["random"]
         loaded = cast(dict[str, Any], dist_checkpointing.load(wanted, str(folder)))
     for index, chunk in enumerate(trainer.policy.chunks):
         chunk.load_state_dict(loaded[f"model{index}"])
-    trainer.optimizer.load_state_dict(loaded["optimizer"])
+    optimizer_state.set_progress(trainer.optimizer, loaded["progress"])
+    trainer.scheduler.num_steps = 0  # Megatron adds those of the checkpoint
     trainer.scheduler.load_state_dict(loaded["scheduler"])
     if "random" in wanted:
         _set_random_states(loaded["random"])
+
+
+def load_weights(chunks: Sequence[Model], folder: Path) -> None:
+    """Fills the chunks with the weights of a checkpoint, of any layout; collective."""
+    with _one_error_for_all("loaded from", folder):
+        loaded = cast(dict[str, Any], dist_checkpointing.load(_model_state(chunks), str(folder)))
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{index}"])
+
+
+def saved_policy(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of its policy: the model folder that it began with, dtype, and the settings of its
+    adapters or None. Not collective; raises OSError, KeyError or UnpicklingError where it is none of ours."""
+    return torch.load(folder / COMMON_STATE_FNAME, map_location="cpu", weights_only=True)["policy"]
 
 
 @contextlib.contextmanager
@@ -85,7 +103,10 @@ def _one_error_for_all(done: str, folder: Path) -> Generator[None]:
     try:
         yield
     except CheckpointException as error:
-        causes = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+        causes = [
+            f"rank {rank}: {type(cause).__name__}: {str(cause)[:MAX_CAUSE]}"
+            for rank, (cause, _) in error.failures.items()
+        ]
         free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
         raise CheckpointError(
             f"the policy can't be {done} {folder} ({free / 2**20:.1f} MiB free):\n  " + "\n  ".join(causes)
@@ -113,16 +134,23 @@ def _save_tensors(sharded: Any, folder: Path) -> None:
     )
 
 
-def _state(trainer: Trainer, *, loading: bool) -> dict[str, Any]:
-    chunks = {f"model{i}": c.sharded_state_dict(metadata=METADATA) for i, c in enumerate(trainer.policy.chunks)}
+def _state(trainer: Trainer) -> dict[str, Any]:
+    model, settings = _model_state(trainer.policy.chunks), trainer.settings
+    adapters = dataclasses.asdict(settings.lora) if settings.lora is not None else None
     rank, size = dist.get_rank(), dist.get_world_size()
     return {
-        **chunks,
-        "optimizer": trainer.optimizer.sharded_state_dict(chunks, is_loading=loading, metadata=METADATA),
+        **model,
+        "optimizer": optimizer_state.sharded_tensors(trainer.optimizer, model),
+        "progress": optimizer_state.progress(trainer.optimizer),
         "scheduler": trainer.scheduler.state_dict(),
         "random": ShardedObject("random", _random_states(), (size,), (rank,)),
-        "layout": dataclasses.asdict(trainer.policy.settings.layout),
+        "layout": dataclasses.asdict(settings.layout),
+        "policy": {"model": settings.model, "dtype": settings.dtype, "lora": adapters},
     }
+
+
+def _model_state(chunks: Sequence[Model]) -> dict[str, Any]:
+    return {f"model{index}": chunk.sharded_state_dict(metadata=METADATA) for index, chunk in enumerate(chunks)}
 
 
 def _random_states() -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
 from typing import Any
 
 import torch
@@ -33,8 +36,12 @@ class RMSNorm(torch.nn.Module):
 class PackedAttention(torch.nn.Module):
     """Causal attention within each sequence of a pack: query [T, heads, size], out [T, heads * size].
 
-    One call of torch's attention a sequence: nothing of one sequence enters the arithmetic of another, not even as
-    a zero weight, so that a sequence's result does not depend on its neighbours.
+    key and value [T, key/value heads, size] may have fewer heads: one for each group of adjacent query heads. Nothing
+    of one sequence enters the arithmetic of another, not even as a zero weight, so that no value of a sequence changes
+    its neighbours' results.
+
+    Where the sequences begin is read on the host: from `cu_seqlens_q_padded` if it is there, else `cu_seqlens_q`, which
+    may then lie on the device for the kernel. A pack has no padding within it, so both say the same.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any):
@@ -51,12 +58,64 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         assert packed_seq_params is not None, "sequences always come packed"
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-        return torch.cat([self._one(*part) for part in parts]).flatten(1)
+        packed: Any = packed_seq_params
+        if query.is_cuda and fits_varlen(query, torch.cuda.get_device_capability(query.device)):
+            bounds = packed.cu_seqlens_q.to(query.device, non_blocking=True)
+            return attend_at_once(query, key, value, bounds, packed.max_seqlen_q, self.scale)
+        starts = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        return attend_by_runs(query, key, value, starts.diff().tolist(), self.scale)
 
-    def _one(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-        grouped = query.shape[1] != key.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
-        return out[0].transpose(0, 1)
+
+def attend_by_runs(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float | None) -> Tensor:
+    """One call of torch's attention for each run of adjacent sequences of one length, without a copy.
+
+    A micro-batch has its samples by falling length, so that all of one length are a run. Each sequence's result is bit
+    for bit that of a call of its own.
+    """
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
+    sizes = [length * count for length, count in runs]
+    if query.is_cuda:  # of torch's kernels for float32, the one that keeps no [length, length] needs equal heads
+        key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    outs: list[Tensor] = []
+    for (length, count), *parts in zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
+        q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in parts)
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
+
+
+def fits_varlen(query: Tensor, capability: tuple[int, int]) -> bool:
+    """Whether torch's kernel for packs takes such queries on a device of this compute capability: half precision, and
+    head sizes up to 256 in steps of 8. Others go by runs."""
+    size = query.shape[-1]
+    return query.dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= 256 and capability >= (8, 0)
+
+
+def attend_at_once(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, max_length: int, scale: float | None
+) -> Tensor:
+    """One kernel for the whole pack; `bounds` int32 [sequences + 1] on the device, where each sequence begins."""
+    varlen_attn, shares_heads = _varlen()
+    options: dict[str, Any] = {"enable_gqa": True} if shares_heads else {}
+    if not shares_heads:
+        key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    causal = (-1, 0)  # all keys before a query, none behind it
+    out = varlen_attn(
+        query, key, value, bounds, bounds, max_length, max_length, scale=scale, window_size=causal, **options
+    )
+    return out.flatten(1)
+
+
+@functools.cache
+def _varlen() -> tuple[Any, bool]:
+    """torch's attention for packs, and whether it takes fewer key/value heads than query heads, as torch 2.11 does
+    not. Its module loads torch's compiler: only where it is used."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def repeat_heads(x: Tensor, num_heads: int) -> Tensor:
+    """[T, groups, size] -> [T, num_heads, size]: each head once for every query head of its group."""
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,19 +120,27 @@ def merged(chunk: torch.nn.Module, name: str, weight: Tensor) -> Tensor:
     return weight
 
 
-def adapter_tensors(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """("model.layers.0.self_attn.q_proj.lora_A", whole tensor on the host), A and B of every module of the chunks.
+def adapter_tensors(chunks: Iterable[torch.nn.Module]) -> dict[str, Tensor]:
+    """{"model.layers.0.self_attn.q_proj.lora_A": whole tensor on the host}, A and B of every module of the model.
 
-    Collective over the ranks that share each layer, which must iterate in step; only the first of them gets tensors.
-    One adapter is gathered at a time.
+    Collective over the world, whatever the layout; rank 0 alone gets tensors. Of the ranks that hold copies of an
+    adapter, the first sends it: in one message for each rank, as all of them are small.
     """
+    mine: dict[str, Tensor] = {}
     for pair in _pairs(chunks):
-        with cpu_platform.on_platform():  # not around the yield: the caller is not on the platform
-            full_a = _whole(pair.a.detach(), pair, 1)
-            full_b = _whole(pair.b.detach(), pair, 0)
-        if full_a is not None and full_b is not None:
-            yield f"{pair.hf_module}.lora_A", full_a
-            yield f"{pair.hf_module}.lora_B", full_b
+        if pair.is_first_copy:
+            for which, parameter, axis in (("lora_A", pair.a, 1), ("lora_B", pair.b, 0)):
+                whole = _whole(parameter.detach(), pair, axis)
+                if whole is not None:
+                    mine[f"{pair.hf_module}.{which}"] = whole
+    if dist.get_rank() != 0:
+        dist.send_object_list([mine], dst=0)
+        return {}
+    for source in range(1, dist.get_world_size()):
+        received: list[Any] = [None]
+        dist.recv_object_list(received, src=source)
+        mine |= received[0]
+    return mine
 
 
 def _whole(part: Tensor, pair: Pair, axis: int) -> Tensor | None:
@@ -147,7 +155,7 @@ def _whole(part: Tensor, pair: Pair, axis: int) -> Tensor | None:
 
 
 def export_adapter(folder: Path, chunks: Sequence[Model], settings: Lora, config: HFConfig) -> None:
-    """Writes the adapters into `folder` in PEFT's format; collective, as `adapter_tensors`.
+    """Writes the adapters of the whole model into `folder` in PEFT's format; collective over the world.
 
     Raises ValueError, on every rank, for adapters that PEFT has no form for.
     """
@@ -155,7 +163,7 @@ def export_adapter(folder: Path, chunks: Sequence[Model], settings: Lora, config
     if config.experts is not None and len(halves) == 1:
         raise ValueError(
             f"an adapter of the experts' {halves.pop()} alone has no form in PEFT, which stacks gate and up of the "
-            "experts: adapt both or neither, or export the merged weights"
+            "experts: adapt both or neither, or take the merged weights, which are exported all the same"
         )
     tensors = dict(adapter_tensors(chunks))
     if tensors:

@@ -34,6 +34,7 @@ from rollstream.stages.megatron.mcore import (
     make_sharded_tensors_for_checkpoint,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
+    state,
 )
 
 Linear = ColumnParallelLinear | RowParallelLinear
@@ -50,6 +51,7 @@ class Pair(torch.nn.Module):
         self.hf_module = hf_module
         self.group: Any = linear.tp_group
         self.axis = 0 if isinstance(linear, ColumnParallelLinear) else 1
+        self._is_expert: bool = linear.is_expert
         weight: Any = linear.weight
         self.a = torch.nn.Parameter(weight.new_zeros(rank, weight.shape[1]))
         self.b = torch.nn.Parameter(weight.new_zeros(num_rows, rank))
@@ -70,6 +72,13 @@ class Pair(torch.nn.Module):
     @property
     def split_and_whole(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
         return (self.b, self.a) if self.axis == 0 else (self.a, self.b)
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether of the ranks that hold the same part of the pair, by data parallelism, this is the first."""
+        if self._is_expert:
+            return state.get_expert_data_parallel_rank() == 0
+        return state.get_data_parallel_rank() == 0
 
     @torch.no_grad()
     def fill(self, full_a: Tensor | None = None, full_b: Tensor | None = None) -> None:

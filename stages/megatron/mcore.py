@@ -11,7 +11,8 @@ cpu_platform.prepare()
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
@@ -59,6 +60,8 @@ __all__ = [
     "PackedSeqParams",
     "RowParallelLinear",
     "ShardedObject",
+    "ShardedTensor",
+    "ShardedTensorFactory",
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
@@ -76,6 +79,7 @@ __all__ = [
     "make_sharded_tensors_for_checkpoint",
     "model_parallel_cuda_manual_seed",
     "moe_utils",
+    "nested_values",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "save_config",

@@ -37,7 +37,7 @@ _PLAIN: dict[str, Any] = {
 
 
 def write(folder: Path, tensors: dict[str, Tensor], settings: Lora, base_model: str) -> None:
-    """Writes all tensors of an adapter, named as by `lora.adapter_tensors`; on one rank."""
+    """Writes all tensors of an adapter, named as by `lora.adapter_tensors`; called on one rank."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {f"{_PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()}
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})

@@ -63,30 +63,44 @@ class ActorSession:
 
     @on_platform()
     def update(self, groups: Sequence[pa.RecordBatch]) -> dict[str, Metric]:
+        self._trainer.offload.bring()
         return self._update.run(groups)
+
+    @on_platform()
+    def rest(self) -> None:
+        """Others may have the device until the next call."""
+        self._trainer.offload.leave()
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         """Collective over the world; rank 0 gets them."""
+        self._trainer.offload.bring()
         for name, tensor in self._policy.tensors():
             yield name, tensor.float().numpy()
 
     @on_platform()
     def save(self, folder: Path) -> None:
+        self._trainer.offload.bring()
         checkpoint.save(self._trainer, folder)
 
     @on_platform()
     def load(self, folder: Path) -> None:
+        self._trainer.offload.bring()
         checkpoint.load(self._trainer, folder)
         self._update.gated = False  # a resumed run has passed the gate, and its rollouts may be older than its weights
 
     @on_platform()
     def export(self, folder: Path) -> None:
+        """Adapters, where they are trained, are in the weights, and in the folder `adapter` by themselves."""
+        self._trainer.offload.bring()
         tensors = self._policy.tensors()
         if parallel.is_first():
             export.write(folder, tensors, self._policy.config)
         else:
             for _ in tensors:
                 pass
+        settings = self._trainer.settings.lora
+        if settings is not None:
+            lora.export_adapter(folder / "adapter", self._policy.chunks, settings, self._policy.config)
 
     def close(self) -> None:
         parallel.destroy()

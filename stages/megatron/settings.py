@@ -17,6 +17,12 @@ from rollstream.stages.megatron.layout import Layout
 from rollstream.stages.megatron.moe_settings import Moe
 from rollstream.stages.names import DTYPES, known_names
 
+#: What to compute twice, and the fields of Megatron's TransformerConfig that say so.
+RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 #: Fields of Megatron's TransformerConfig that something else decides, and what.
 DECIDED_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("expert_model_parallel_size", "expert_tensor_parallel_size"), "layout"),
@@ -61,6 +67,10 @@ class MegatronConfig(Stage.Config):
     #: Fields of Megatron's TransformerConfig, given to it as they are.
     override_transformer_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    def transformer_fields(self) -> Mapping[str, Any]:
+        """Fields of Megatron's TransformerConfig that the settings give it."""
+        return self.override_transformer_config
+
     def model_faults(self) -> list[str]:
         """What is wrong with the model's folder and the layout."""
         faults = [*self.layout.faults(self.model), *self.moe.faults(self.layout)]
@@ -94,8 +104,8 @@ def shared_rules(c: MegatronConfig) -> list[tuple[bool, str]]:
 def _override_faults(override: Mapping[str, Any]) -> list[str]:
     faults: list[str] = []
     for name in override:
-        if name not in transformer_fields():
-            known = known_names(name, transformer_fields()).split("Known:")[0]
+        if name not in known_transformer_fields():
+            known = known_names(name, known_transformer_fields()).split("Known:")[0]
             faults.append(f"override_transformer_config: TransformerConfig has no field {name!r}. {known}".strip())
         elif name in DECIDED_ELSEWHERE:
             faults.append(f"override_transformer_config: {name} is decided by {DECIDED_ELSEWHERE[name]}: leave it out")
@@ -103,7 +113,7 @@ def _override_faults(override: Mapping[str, Any]) -> list[str]:
 
 
 @cache
-def transformer_fields() -> frozenset[str]:
+def known_transformer_fields() -> frozenset[str]:
     """Names of the fields of the installed TransformerConfig, read from its source: importing it would load torch."""
     spec = importlib.util.find_spec("megatron")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []

@@ -17,6 +17,7 @@ from rollstream.stages.megatron.mcore import (
     finalize_model_grads,
     state,
 )
+from rollstream.stages.megatron.offload import Offload
 from rollstream.stages.megatron.optimizer import apply_gradients, build_optimizer, build_scheduler
 from rollstream.stages.megatron.policy import Policy, run_schedule
 from rollstream.stages.megatron.router_context import pack_context
@@ -40,6 +41,7 @@ class Trainer:
         self.scheduler = build_scheduler(self.optimizer, settings)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
+        self.offload = Offload(self, settings.offload)
 
     @property
     def lr(self) -> float:
@@ -90,6 +92,7 @@ class Trainer:
         Where the norm is not finite nothing is changed, on any rank: weights, Adam's state and the schedule stay; in
         float16 the loss scale falls.
         """
+        self.offload.settle()
         found_inf = self.optimizer.prepare_grads()
         norm = math.inf if found_inf else float(self.optimizer.get_grad_norm())
         if math.isfinite(norm):

@@ -72,7 +72,7 @@ def transformer_config(config: HFConfig, settings: MegatronConfig) -> Transforme
             "moe_token_dispatcher_type": settings.moe.dispatcher,
             "moe_grouped_gemm": False,
         }
-    return TransformerConfig(**(values | dict(settings.override_transformer_config)))
+    return TransformerConfig(**(values | dict(settings.transformer_fields())))
 
 
 def _layout_values(layout: Layout) -> dict[str, Any]:

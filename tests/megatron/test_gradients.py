@@ -31,7 +31,6 @@ SETTINGS: dict[str, Any] = {
 STEPS: dict[str, Any] = {"lr": 1e-4, "micro_batch_size": 2}
 #: Enough for two virtual chunks on two pipeline ranks.
 NUM_LAYERS = 4
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
@@ -217,8 +216,9 @@ CUTS: dict[str, dict[str, Any]] = {
     "all": {},
     "40 tokens": {"max_tokens_per_micro_batch": 40},
     "70 tokens": {"max_tokens_per_micro_batch": 70},
-    "full recompute": {"override_transformer_config": FULL_RECOMPUTE},
-    "selective recompute": {"override_transformer_config": {"recompute_granularity": "selective"}},
+    "full recompute": {"recompute": "full"},
+    "selective recompute": {"recompute": "selective"},
+    "full recompute in a pipeline": {"recompute": "full", "micro_batch_size": 2, "layout": Layout(pp=2)},
     "one by one in a pipeline": {"micro_batch_size": 1, "layout": Layout(pp=2)},
     "50 tokens in two shares": {"max_tokens_per_micro_batch": 50, "layout": Layout(dp=2)},
 }

@@ -13,21 +13,18 @@ from rollstream.stages.base import World
 from rollstream.stages.megatron import parallel
 from rollstream.stages.megatron.cpu_platform import on_platform
 from rollstream.stages.megatron.layout import Layout
-from rollstream.stages.megatron.lora_linear import (
-    ColumnParallelLinear,
-    Pair,
-    RowParallelLinear,
-    adapt,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from rollstream.stages.megatron.lora_linear import Pair, adapt
 from rollstream.stages.megatron.lora_settings import Lora
 from rollstream.stages.megatron.mcore import (
+    ColumnParallelLinear,
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    RowParallelLinear,
     TransformerConfig,
+    copy_to_tensor_model_parallel_region,
     finalize_model_grads,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
 )
 
 pytestmark = pytest.mark.megatron

@@ -78,7 +78,6 @@ WAYS: dict[str, tuple[str, Layout, Layout, dict[str, Any]]] = {
     "lora, tp 2 to one rank": ("qwen3", Layout(tp=2), ONE, LORA),
     "lora, one rank to pp 2": ("qwen3", ONE, Layout(pp=2), LORA),
     "lora, dp 2 ep 2 to one rank": ("qwen3_moe", Layout(dp=2, ep=2), ONE, LORA),
-    "bfloat16, tp 2 to one rank": ("qwen3", Layout(tp=2), ONE, {"dtype": "bfloat16"}),
 }
 
 
@@ -96,6 +95,5 @@ def test_the_next_losses_are_those_of_the_layout_that_saved(
     saving = Task(model_of(tiny, model), before, settings, save=tmp_path / "ck")
     straight = run(launch, saving, steps)[2:]
     resumed = run(launch, saving._replace(layout=after, save=None, load=tmp_path / "ck"), steps[2:])
-    print(way, straight, resumed)
     for a, b in zip(straight, resumed, strict=True):
-        assert b == pytest.approx(a, rel=1e-6 if "bfloat16" not in way else 2e-2), (a, b)
+        assert b == pytest.approx(a, rel=1e-6, abs=1e-6), (a, b)

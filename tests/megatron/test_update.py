@@ -14,6 +14,8 @@ import pytest
 from rollstream.stages.actor import ActorUpdate
 from rollstream.stages.base import Metrics, World
 from rollstream.stages.megatron.layout import Layout
+from rollstream.stages.megatron.lora_settings import Lora
+from rollstream.stages.megatron.moe_settings import Moe
 
 pytestmark = pytest.mark.megatron
 
@@ -204,7 +206,116 @@ def test_warm_up_wastes_no_step(launch: Any, tiny: Any, make_groups: Any) -> Non
     assert [step["actor/lr"][0] for step in steps] == pytest.approx([5e-4, 1e-3, 5.5e-4, 1e-4])
 
 
-def test_bfloat16_trains(launch: Any, tiny: Any, make_groups: Any, source: Any) -> None:
-    ranks = launch(2, lambda *a: update(*a, dtype="bfloat16", layout=Layout(tp=2)), tiny("qwen2"), [make_groups()] * 2)
-    assert math.isfinite(summed(ranks)["actor/grad_norm"])
-    assert 0 < distance(ranks[0][1], source) < 0.1
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=["tp2", "pp2"])
+def test_half_precision_trains_as_float32_does(
+    launch: Any, tiny: Any, make_groups: Any, source: Any, dtype: str, layout: Layout
+) -> None:
+    settings = {"lr": 1e-4, "layout": layout}
+    half = launch(2, lambda *a: update(*a, dtype=dtype, **settings), tiny("qwen2"), [make_groups()] * 3)
+    full = launch(2, lambda *a: update(*a, **settings), tiny("qwen2"), [make_groups()] * 3)
+    assert 0 < distance(half[0][1], source) < 0.1
+    losses = [[step["actor/loss"][0] for step in ranks[0][0]] for ranks in (half, full)]
+    assert losses[0] == pytest.approx(losses[1], abs=3e-3)
+
+
+def test_float16_halves_its_scale_where_gradients_overflow(launch: Any, tiny: Any, make_groups: Any) -> None:
+    big = [[1e5] * len(row) for row in make_groups()[1].column("advantages").to_pylist()]
+    bad = [make_groups()[0], replaced(make_groups()[1], "advantages", big)]
+    steps = [bad] * 3 + [make_groups()]
+    ((metrics, weights),) = launch(1, lambda *a: update(*a, dtype="float16"), tiny("qwen2"), steps)
+    assert [step["actor/skipped_steps"][0] for step in metrics] == [1.0, 1.0, 1.0, 0.0]
+    assert metrics[-1]["actor/loss_scale"][0] < 2.0**16
+    ((_, without),) = launch(1, lambda *a: update(*a, dtype="float16"), tiny("qwen2"), [make_groups()])
+    assert distance(weights, without) < 1e-5
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2, sp=True, pp=2)], ids=["pp2", "tp2 sp pp2"])
+def test_nothing_is_trained_and_nothing_hangs_where_all_is_masked(
+    launch: Any, tiny: Any, make_groups: Any, source: Any, layout: Layout
+) -> None:
+    groups = [
+        replaced(group, "loss_mask", [[False] * len(row) for row in group.column("loss_mask").to_pylist()])
+        for group in make_groups()
+    ]
+    ranks = launch(layout.size, lambda *a: update(*a, layout=layout), tiny("qwen2"), [groups])
+    assert summed(ranks)["actor/skipped_steps"] == 1.0
+    assert distance(ranks[0][1], source) == 0.0
+
+
+MOE_SETTINGS: dict[str, Any] = {"moe": Moe(aux_loss_coef=0.3, z_loss_coef=0.05), "lr": 1e-4}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"micro_batch_size": 1},
+        {"micro_batch_size": 5},
+        {"max_tokens_per_micro_batch": 60},
+        {"layout": Layout(dp=2)},
+        {"layout": Layout(dp=2, ep=2), "micro_batch_size": 2},
+        {"layout": Layout(tp=2, sp=True)},
+        {"layout": Layout(tp=2, sp=True, ep=2, etp=1), "micro_batch_size": 1},
+        {"layout": Layout(pp=2), "micro_batch_size": 2},
+    ],
+    ids=lambda settings: " ".join(f"{k}={v}" for k, v in settings.items() if k != "layout") or None,
+)
+def test_losses_of_routers_do_not_depend_on_the_cut(
+    launch: Any, tiny: Any, make_groups: Any, settings: dict[str, Any]
+) -> None:
+    steps = [make_groups(seed=1), make_groups(seed=2)]
+    one = launch(1, lambda *a: update(*a, **MOE_SETTINGS), tiny("qwen3_moe"), steps)
+    size = settings.get("layout", Layout()).size
+    cut = launch(size, lambda *a: update(*a, **MOE_SETTINGS, **settings), tiny("qwen3_moe"), steps)
+    ours, wanted = summed(cut), summed(one)
+    names = [name for name in wanted if name.startswith("moe/")] + ["actor/grad_norm", "actor/loss"]
+    assert {name: ours[name] for name in names} == pytest.approx({n: wanted[n] for n in names}, rel=1e-5, abs=1e-6)
+    assert wanted["moe/load_max"] >= 1.0
+    assert distance(cut[0][1], one[0][1]) <= 2e-5
+
+
+def test_losses_of_routers_move_the_weights(launch: Any, tiny: Any, make_groups: Any) -> None:
+    with_losses = launch(1, lambda *a: update(*a, **MOE_SETTINGS), tiny("mixtral"), [make_groups()])
+    without = launch(1, lambda *a: update(*a, lr=1e-4), tiny("mixtral"), [make_groups()])
+    assert distance(with_losses[0][1], without[0][1]) > 1e-5
+    assert with_losses[0][0][0]["actor/grad_norm"] != without[0][0][0]["actor/grad_norm"]
+
+
+def test_megatrons_own_settings_reach_it(launch: Any, tiny: Any, make_groups: Any) -> None:
+    def recompute(world: World) -> Any:
+        override = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+        settings = {"override_transformer_config": override, "groups_per_step": 4, "max_mismatch": None}
+        stage = ActorUpdate(ActorUpdate.Config(model=str(tiny("llama")), **settings))
+        stage.setup(world)
+        return stage.session._policy.chunks[0].config.recompute_method
+
+    assert launch(1, recompute) == ["block"]
+
+
+KINDS = ("parameters", "gradients", "optimizer")
+
+
+@pytest.mark.parametrize("kinds", [KINDS, ("optimizer",), ("gradients",)], ids="+".join)
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"lora": Lora(rank=2)}], ids=str)
+def test_a_rest_off_the_device_changes_nothing(
+    launch: Any, tiny: Any, make_groups: Any, settings: dict[str, Any], kinds: tuple[str, ...]
+) -> None:
+    def rested(world: World, kinds: tuple[str, ...]) -> tuple[int, dict[str, np.ndarray]]:
+        config = {"groups_per_step": 4, "max_mismatch": None, "lr": 1e-3, "offload": kinds, **settings}
+        stage = ActorUpdate(ActorUpdate.Config(model=str(tiny("qwen2")), **config))
+        stage.setup(world)
+        held = [buffer.grad_data for buffer in stage.session._trainer.ddp[0].buffers]
+        held += list(stage.session._policy.chunks[0].parameters())
+        freed = 0
+        for seed in range(3):
+            stage.update(make_groups(seed=seed))
+            dict(stage.weights())
+            stage.rest()
+            freed = sum(not tensor.untyped_storage().nbytes() for tensor in held)
+        return freed, dict(stage.weights())
+
+    ((freed, weights),) = launch(1, rested, kinds)
+    ((none, without),) = launch(1, rested, ())
+    assert none == 0
+    assert (freed > 0) == ("parameters" in kinds or "gradients" in kinds)
+    assert distance(weights, without) == 0.0

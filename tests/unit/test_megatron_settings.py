@@ -14,7 +14,7 @@ from rollstream.stages.errors import ConfigError, WiringError
 from rollstream.stages.logprob import RefLogprob
 from rollstream.stages.megatron.layout import Layout
 from rollstream.stages.megatron.lora_settings import Lora
-from rollstream.stages.megatron.settings import DECIDED_ELSEWHERE, transformer_fields
+from rollstream.stages.megatron.settings import DECIDED_ELSEWHERE, known_transformer_fields
 from rollstream.stages.schema import Advantaged, Rollouts, Scored, WithRef
 
 
@@ -47,6 +47,8 @@ def stream(schema: type) -> Stream[Any]:
             {"override_transformer_config": {"tensor_model_parallel_size": 2}},
             "tensor_model_parallel_size is decided by layout: leave it out",
         ),
+        ({"recompute": "ful"}, "recompute must be one of the known, got 'ful': did you mean 'full'?"),
+        ({"offload": ("params",)}, "offload must name what is known, got 'params'"),
         ({"dual_clip": 1.0}, "dual_clip must be above 1, got 1.0"),
         ({"clip_low": 1.5}, "clip_low must be between 0 and 1, got 1.5"),
         ({"betas": (0.9, 1.0)}, "betas must be from 0 to below 1"),
@@ -91,8 +93,8 @@ def test_adapters_need_no_reference() -> None:
 def test_fields_of_megatrons_config_are_those_of_the_class() -> None:
     from rollstream.stages.megatron.mcore import TransformerConfig
 
-    assert transformer_fields() == {field.name for field in dataclasses.fields(TransformerConfig)}
-    assert set(DECIDED_ELSEWHERE) <= transformer_fields()
+    assert known_transformer_fields() == {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert set(DECIDED_ELSEWHERE) <= known_transformer_fields()
 
 
 def test_a_reference_has_no_shares() -> None:

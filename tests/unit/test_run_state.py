@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from rollstream.graphs.run_state import MAY_CHANGE, RunState, changed_packages, check_same_run, installed_packages
+from rollstream.graphs.run_state import (
+    MAY_CHANGE,
+    RunState,
+    changed_layouts,
+    changed_packages,
+    check_same_run,
+    installed_packages,
+)
 from rollstream.stages.errors import CheckpointError
 
 
@@ -92,3 +99,13 @@ def test_packages_that_are_not_installed_are_left_out(monkeypatch):
 
     monkeypatch.setattr(metadata, "version", version)
     assert installed_packages() == {"rollstream": "1", "megatron-core": "1", "ray": "1"}
+
+
+def test_another_layout_is_told_by_stage():
+    saved = state(settings={"actor": {"layout": "tp 2"}, "ref": {"layout": "tp 1"}, "rollout": {"n": "8"}})
+    now = state(settings={"actor": {"layout": "dp 2"}, "ref": {"layout": "tp 1"}, "rollout": {"n": "8"}})
+    check_same_run(saved, now)
+    assert changed_layouts(saved, now) == [
+        "actor: the checkpoint was made with tp 2, this run has dp 2; it is the same state, and the numbers may differ "
+        "in the last digits"
+    ]

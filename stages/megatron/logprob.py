@@ -30,21 +30,23 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, temperature: float, start: int, vocab_size: int, group: Any
     ) -> tuple[Tensor, Tensor]:
-        scaled = logits.float() / temperature
+        scaled = logits.to(torch.float32, copy=True)  # passes over it are what this costs: they are few, and in place
+        if temperature != 1.0:
+            scaled.div_(temperature)
         width = scaled.shape[-1]
         real = min(max(vocab_size - start, 0), width)
         scaled[:, real:] = float("-inf")
         peak = scaled.amax(-1)
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
-        scaled -= peak[:, None]
-        exponential = scaled.exp()
+        scaled.sub_(peak[:, None])
 
         local = labels - start
         own = (local >= 0) & (local < width)
         index = local.clamp(0, width - 1)[:, None]
         at_label = torch.where(own, scaled.gather(-1, index)[:, 0], 0.0)
-        product = (exponential * scaled.masked_fill_(exponential == 0, 0.0)).sum(-1)  # 0 * -inf is NaN
-        sums = torch.stack([exponential.sum(-1), at_label, product])
+        exponential = scaled.exp()
+        scaled[:, real:] = 0.0  # 0 * -inf is NaN
+        sums = torch.stack([exponential.sum(-1), at_label, torch.linalg.vecdot(exponential, scaled)])
         dist.all_reduce(sums, group=group)
 
         total, at_label, product = sums
@@ -59,6 +61,6 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         probability, own, index = ctx.saved_tensors
         grad = grads[0]
-        out = -probability * grad[:, None]
-        out.scatter_add_(-1, index, torch.where(own, grad, 0.0)[:, None])
-        return (out / ctx.temperature).to(ctx.dtype), None, None, None, None, None
+        out = probability * (grad / -ctx.temperature)[:, None]
+        out.scatter_add_(-1, index, (torch.where(own, grad, 0.0) / ctx.temperature)[:, None])
+        return out.to(ctx.dtype), None, None, None, None, None

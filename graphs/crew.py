@@ -110,8 +110,10 @@ class Crew:
         if self.graph.weights is not None:
             self._collective("publish", self.store, version)
 
-    def save(self, folder: Path) -> None:
+    def begin_save(self, folder: Path) -> list[Any]:
+        """Returns once the update stage can go on: the calls, one of each rank, that end when `folder` is written."""
         self._collective("save", folder)
+        return [rank.finish_save.remote() for rank in self.updaters]
 
     def load(self, folder: Path) -> None:
         self._collective("load", folder)
@@ -153,7 +155,7 @@ def _host(graph: Graph, stage: str, rank: int, seat: Seat, group: Any, threads: 
         num_cpus=seat.cpus,
         num_gpus=seat.gpus,
         comes_back=not isinstance(found, UpdateStage),  # its weights are in the last checkpoint only
-        concurrency_groups={"control": 1, "life": 1},
+        concurrency_groups={"control": 1, "saving": 1, "life": 1},
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, seat.bundle),
         runtime_env={"env_vars": _environment(seat)},
     )

@@ -4,7 +4,7 @@
     update                   the runner calls `update` on all ranks with their shares
 
 What was leased is acked by the edge behind, once what came of it is safe there. One thread works (the default group),
-one answers `stats` while it does, one shows that the process lives.
+one answers `stats` while it does, one waits for a checkpoint to be written, one shows that the process lives.
 """
 
 from __future__ import annotations
@@ -255,6 +255,11 @@ class StageHost:
 
     def save(self, folder: Path) -> None:
         self._work("checkpoint", lambda: self._updater.save(folder))
+
+    @ray.method(concurrency_group="saving")
+    def finish_save(self) -> None:
+        """Waits for what `save` began, while others work."""
+        self._carry("checkpoint", lambda: self._updater.finish_save())
         self._work("rest", self._updater.rest)
 
     def load(self, folder: Path) -> None:
@@ -274,11 +279,15 @@ class StageHost:
         """Does it, timed; an error goes on as a StageError with its own traceback."""
         self._working = (subject, time.monotonic())
         try:
+            return self._carry(subject, do)
+        finally:
+            self._busy_s += time.monotonic() - self._working[1]
+            self._working = None
+
+    def _carry(self, subject: str, do: Callable[[], T]) -> T:
+        try:
             return do()
         except StageError:
             raise
         except BaseException as error:  # noqa: BLE001 - the process boundary: carried on, whole
             raise StageError(self._stage.name, subject, "".join(traceback.format_exception(error))) from None
-        finally:
-            self._busy_s += time.monotonic() - self._working[1]
-            self._working = None

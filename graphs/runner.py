@@ -9,7 +9,7 @@ One step, in order:
     wait      until groups_per_step groups are complete on all input edges of the update stage
     update    all its ranks on their shares of these groups
     publish   the new weights; only then admit as many new prompts as max_staleness allows
-    commit    the ledger; the groups are gone from all edges; every `save_every` steps a checkpoint
+    commit    the ledger; the groups are gone from all edges; every `save_every` steps a checkpoint is begun (saver.py)
 Stages before the update go on with other groups meanwhile; admission alone decides how far ahead they get. Wherever the
 loop waits it looks after the processes (supervisor.py). If one of the update stage dies, a new attempt goes on from the
 last checkpoint, as a resumed run does.
@@ -22,6 +22,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from rollstream.graphs.joiner import Joined
 from rollstream.graphs.keeper import Keeper
 from rollstream.graphs.ledger import Ledger
 from rollstream.graphs.options import Resume, RunOptions
+from rollstream.graphs.saver import Saver
 from rollstream.graphs.session import connected
 from rollstream.graphs.stats import PartMetrics, Step
 from rollstream.graphs.stop import StopFlag, step_grace_s
@@ -55,7 +57,7 @@ from rollstream.graphs.watch import Watch
 from rollstream.placement import Placement, Plan
 from rollstream.stages.balance import balance
 from rollstream.stages.base import Metrics
-from rollstream.stages.errors import CheckpointError, ProcessDied, RollstreamError, StageError
+from rollstream.stages.errors import CheckpointError, ProcessDied, RollstreamError
 
 POLL_S = 0.5
 
@@ -97,6 +99,7 @@ class _Run:
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", keep_last=options.keep_last, keep_every=options.keep_every
         )
+        self.saver = Saver(self.checkpoints, lambda text: self.watch.message(text))
         self.log = GroupLog(self.folder / "groups.jsonl")
         self.notes: list[str] = []  # about the checkpoint, to be told once the view is there
         self.furthest_step = self.num_lives_since = 0
@@ -158,6 +161,8 @@ class _Run:
         if self.step > self.furthest_step:
             self.furthest_step, self.num_lives_since = self.step, 0
         self.num_lives_since += 1
+        with suppress(ProcessDied):  # a rank that did not write to the end, as told below
+            self.saver.settle()
         self.watch.message(str(error))
         if self.num_lives_since > self.options.max_restarts:
             raise error
@@ -168,9 +173,10 @@ class _Run:
     def _keep_what_is_done(self, keeper: Keeper) -> None:
         """A checkpoint of what was trained, where the update stage still can."""
         try:
-            self._commit(keeper)
+            self._commit(keeper, wait=True)
         except RollstreamError as second:
-            self.watch.message(f"no checkpoint of step {self.step}, the last is of step {self.saved_step}: {second}")
+            last = self.saver.saved_step
+            self.watch.message(f"no checkpoint of step {self.step}, the last is of step {last}: {second}")
 
     def _start(self, keeper: Keeper) -> None:
         self.attempt.start(self.found.folder if self.found else None, self.version, self._below())
@@ -212,6 +218,7 @@ class _Run:
         """A step's groups; fewer only where the prompts have ended, none where the run is to stop."""
         joiner = self.attempt.joiner
         while joiner.poll(POLL_S) < wanted and not joiner.ended:
+            self.saver.look()
             self.attempt.look(self.version)
             if self.watch.stop.signal:
                 return []
@@ -236,6 +243,7 @@ class _Run:
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=POLL_S)
             get_all(done, self.graph.update.name, timeout_s=POLL_S * 20)
+            self.saver.look()
             self.attempt.look(self.version, update_is_free=False)
             if self.watch.stop.signal:
                 give_up = give_up or time.monotonic() + step_grace_s(os.environ)
@@ -282,10 +290,11 @@ class _Run:
         self.attempt.flow.admit(self._below())
 
     def _finish(self, keeper: Keeper, stop: StopFlag) -> None:
-        if not self._commit(keeper) and self.saved_step != self.step and not self.busy:
+        self._commit(keeper, wait=True)
+        if self.saver.saved_step != self.step and not self.busy:
             raise CheckpointError(
-                f"step {self.step}, the last, could not be saved: the last checkpoint is of step {self.saved_step}. "
-                "Make room and resume"
+                f"step {self.step}, the last, could not be saved: the last checkpoint is of step "
+                f"{self.saver.saved_step}. Make room and resume"
             )
         if self.options.export and not stop.signal:
             self.attempt.crew.export(self.folder / "model")
@@ -294,39 +303,29 @@ class _Run:
         self.watch.message(keeper.where())
 
     def _save_if_due(self, keeper: Keeper, step: Step) -> Step:
-        due = self.step % self.options.save_every == 0 or self.step == self.options.steps or self.failed_saves > 0
-        folder = self._commit(keeper) if due else None
-        metrics = {**step.metrics, "checkpoint/failed": float(self.failed_saves)}
+        last = self.step == self.options.steps
+        if last or self.step % self.options.save_every == 0 or self.saver.failures:
+            self._commit(keeper, wait=last)
+        metrics = {**step.metrics, "checkpoint/failed": float(self.saver.take_failures())}
         if self.options.until is not None:
             metrics = PartMetrics(metrics)
-        return dataclasses.replace(step, checkpoint=folder, metrics=metrics)
+        return dataclasses.replace(step, checkpoint=self.saver.take_published(), metrics=metrics)
 
-    def _commit(self, keeper: Keeper) -> str | None:
-        """A checkpoint of the last finished step, unless there is one or a step is half done. One that fails, as on a
-        full disk, is told of; the one before stays, and the next step tries again."""
-        if self.step == self.saved_step or self.busy:
-            return None
-        writing: Path | None = None
+    def _commit(self, keeper: Keeper, *, wait: bool) -> None:
+        """Begins a checkpoint of the last finished step, unless there is one or a step is half done, once the one under
+        way is published; with `wait` until this one is, too. The next step tries again where it fails."""
         try:
-            state = self._state(keeper.run_id, self.ledger.to_json(self.attempt.flow.under_way()))
-            writing = self.checkpoints.begin(self.step)
-            self.attempt.crew.save(writing)
-            folder = self.checkpoints.publish(writing, state)
-        except ProcessDied:
-            raise
-        except (OSError, StageError, CheckpointError) as error:
-            if writing is not None:
-                self.checkpoints.discard(writing)
-            self.failed_saves += 1
-            self.watch.message(
-                f"step {self.step} is not saved, the last checkpoint is of step {self.saved_step}: {error}"
-            )
-            return None
+            self.saver.settle()
+            if self.step != self.saver.saved_step and not self.busy:
+                self.saver.begin(
+                    self.step,
+                    lambda: self._state(keeper.run_id, self.ledger.to_json(self.attempt.flow.under_way())),
+                    self.attempt.crew.begin_save,
+                )
+            if wait:
+                self.saver.settle()
         finally:
             self.watch.moved()
-        self.saved_step, self.failed_saves = self.step, 0
-        self.watch.message(f"checkpoint: {folder}")
-        return str(folder)
 
     def _state(self, tracking_run: str | None, ledger: Mapping[str, Any]) -> RunState:
         return RunState(
@@ -367,7 +366,7 @@ class _Run:
         self.step = found.state.step if found else 0
         self.version = found.state.version if found else 0
         self.ledger = Ledger.from_json(found.state.ledger) if found else Ledger()
-        self.saved_step, self.failed_saves = self.step, 0
+        self.saver.go_on_from(self.step)
         self.busy = False  # the update stage is between a step's halves: nothing may be saved
         return found
 

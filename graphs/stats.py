@@ -73,7 +73,7 @@ class Step:
     index: int
     version: int
     metrics: Mapping[str, float]
-    checkpoint: str | None = None  # the folder, where this step was saved
+    checkpoint: str | None = None  # the newest, where one became whole since the step before
     staleness: tuple[int, ...] = ()  # of each group: versions between its start and its training
 
 

@@ -276,7 +276,12 @@ class UpdateStage(Stage[In, Out]):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Writes weights, optimizer, scheduler and random state; collective."""
+        """Takes weights, optimizer, scheduler and random state as they are, and writes them or begins to: `folder` is
+        whole when `finish_save` has returned on all ranks. Collective; the next `update` may come at once."""
+
+    def finish_save(self) -> None:
+        """Waits until what `save` began is written, and raises if it could not be. Called once after each `save`, from
+        another thread than `update`, which may run meanwhile. Nothing to do where `save` writes all itself."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """GRPO: group-relative advantages, a clipped loss, optionally a KL to a frozen reference.
 
     prompts -> rollout -> reward -> advantage -> actor_update
-                    \\-> ref_logprob ------------/              (where kl_coef > 0)
+                    \\-> ref_logprob ------------/              (where kl_coef > 0, without lora)
 
 Source of the method: DeepSeekMath, arXiv 2402.03300.
 """
@@ -22,7 +22,8 @@ from rollstream.stages.rollout import Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO:
-    """Settings of each stage. `ref` is needed where `actor.kl_coef` is above 0."""
+    """Settings of each stage. `ref` is needed where `actor.kl_coef` is above 0, unless adapters are trained: then the
+    model without them is the reference."""
 
     data: Prompts.Config
     rollout: Rollout.Config

@@ -14,6 +14,7 @@ import pyarrow as pa
 from rollstream.stages.base import Metric, Stream, UpdateStage, World, check_wiring
 from rollstream.stages.errors import WiringError, check_rules
 from rollstream.stages.loss import AGGREGATIONS, KL_KINDS
+from rollstream.stages.megatron import hf_config
 from rollstream.stages.megatron.lora_settings import Lora
 from rollstream.stages.megatron.settings import RECOMPUTE, MegatronConfig, shared_rules
 from rollstream.stages.names import known_names
@@ -138,7 +139,10 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
         return self.layout.share_of(rank)
 
     def faults(self) -> list[str]:
-        return self.config.model_faults()
+        faults, lora = self.config.model_faults(), self.config.lora
+        if not faults and lora is not None and hf_config.read(Path(self.config.model)).experts is not None:
+            faults += lora.expert_faults()
+        return faults
 
     def setup(self, world: World) -> None:
         from rollstream.stages.megatron.session import ActorSession
@@ -168,6 +172,9 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
 
     def save(self, folder: Path) -> None:
         self.session.save(folder)
+
+    def finish_save(self) -> None:
+        self.session.finish_save()
 
     def load(self, folder: Path) -> None:
         self.session.load(folder)

@@ -1,19 +1,24 @@
 """Megatron-Core: the model, its Hugging Face weights, packing, the optimizer and checkpoints.
 
-    layout         ranks of a stage, checked against a model folder on the driver
-    hf_config      what we read from a folder's config.json
+The driver may import these; they load no torch:
 
-    session        what a stage holds in its process: the way in from the stages
-    policy_update  the optimizer steps of one update
-    objective      the loss of one micro-batch
-    trainer        a policy, its gradients and its optimizer (optimizer)
-    policy         a model that scores samples (model, layers)
-    batch          samples packed into micro-batches
-    logprob        log-probabilities over a vocabulary split between ranks
-    rules          Hugging Face names and Megatron's parts; weights reads and gathers by them, export writes a folder
-    checkpoint     everything that a resumed run needs
-    parallel       the process group and Megatron's groups
-    cpu_platform   Megatron without CUDA; mcore is all that we import of Megatron, once the platform is prepared
+    settings        what all Megatron stages are told: MegatronConfig
+    layout          ranks of a stage, checked against a model folder
+    lora_settings   adapters;  moe_settings  experts
+    hf_config       what we read from a folder's config.json
+    batching        which samples go into one micro-batch (bin_packing)
 
-Only the first two may be imported on the driver: the others load torch and Megatron.
+In a stage's process, from the stages down:
+
+    session         the way in from the stages
+    policy_update   the optimizer steps of one update;  objective  the loss of one micro-batch
+    trainer         a policy, its gradients and its optimizer (optimizer, offload)
+    policy          a model that scores samples
+    model           Megatron's model from micro-batches to log-probabilities (transformer, layers, output, logprob)
+    moe             experts (router, router_context);  lora  adapters (lora_linear, peft_format)
+    batch           samples packed into micro-batches
+    rules           Hugging Face names and Megatron's parts; weights loads and gathers by them (folder, export)
+    checkpoint      everything that a resumed run needs (checkpoint_writer, optimizer_state, checkpoint_export)
+    parallel        the process group and Megatron's groups
+    cpu_platform    Megatron without CUDA;  mcore  all that we import of Megatron, once the platform is prepared
 """

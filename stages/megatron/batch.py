@@ -44,7 +44,7 @@ class MicroBatch:
     input_ids: Tensor
     #: [1, T], from 0 in each sequence.
     position_ids: Tensor
-    #: Where each sequence begins; kept on the host, where it is read.
+    #: Where each sequence begins: on the device for attention's kernel, and (as `padded`) on the host for all others.
     packed: PackedSeqParams
     #: [R] positions in T that predict the response tokens.
     rows: Tensor
@@ -100,13 +100,16 @@ def pack(samples: Sequence[Sample], columns: Sequence[str] = (), *, multiple_of:
     sizes = [len(sequence) for sequence in sequences]
     starts = np.cumsum([0, *sizes])
     bounds = torch.from_numpy(starts.astype(np.int32))
+    on_device = bounds.to(cpu_platform.device())
     return MicroBatch(
         input_ids=_on_device(np.concatenate(sequences).astype(np.int64))[None],
         position_ids=_on_device(np.concatenate([np.arange(size) for size in sizes]))[None],
         packed=PackedSeqParams(
             qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
+            cu_seqlens_q=on_device,
+            cu_seqlens_kv=on_device,
+            cu_seqlens_q_padded=bounds,
+            cu_seqlens_kv_padded=bounds,
             max_seqlen_q=max(sizes),
             max_seqlen_kv=max(sizes),
         ),

@@ -1,7 +1,7 @@
 """The model in a checkpoint, as a folder for transformers or PEFT: on one rank, whatever layout wrote it.
 
-Runs on the CPU without a run or Ray: a checkpoint holds all weights, also those that adapters left as they were, so that
-of the model folder only config.json and the tokenizer's files are needed.
+Needs no Ray, and of the model folder only config.json and the tokenizer's files: a checkpoint holds all weights, also
+those that adapters left as they were.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def export_checkpoint(folder: Path, out: Path, *, adapter: bool = False, model: 
     `adapter` is asked for and none was trained.
     """
     saved = _saved_policy(folder)
-    settings = _settings(saved, model)
     trained = Lora(**saved["lora"]) if saved["lora"] else None
     if adapter and trained is None:
         raise CheckpointError(f"{folder} has no adapters: all weights were trained; export it without --adapter")
+    settings = _settings(saved, model)
     parallel.init(World(), settings.layout, seed=0)
     try:
         with on_platform():

@@ -93,7 +93,8 @@ class _CudaMeansCpu(TorchFunctionMode):
             return args[0]
         out = func(*args, **(kwargs or {}))
         if func is torch.Tensor.type and isinstance(out, str):
-            return out.replace("torch.", "torch.cuda.", 1)  # Megatron's optimizers compare these names
+            # Megatron's optimizers compare these names. Within two of these modes it has been done already.
+            return out if out.startswith("torch.cuda.") else out.replace("torch.", "torch.cuda.", 1)
         return out
 
 

@@ -58,6 +58,16 @@ class Lora:
         """The modules by name, in the order of `TARGETS`."""
         return tuple(t for t in TARGETS if self.target_modules == ALL_LINEAR or t in self.target_modules)
 
+    def expert_faults(self) -> list[str]:
+        """Why a model with experts can't be trained so."""
+        halves = [name for name in ("gate_proj", "up_proj") if name in self.targets]
+        if len(halves) != 1:
+            return []
+        return [
+            f"lora target_modules has {halves[0]} without its other half: PEFT holds gate_proj and up_proj of an expert "
+            "in one, and could not load the adapter; take both or none"
+        ]
+
 
 def _rules(c: Lora) -> list[tuple[bool, str]]:
     given: Any = c.target_modules

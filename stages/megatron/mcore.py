@@ -12,7 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
@@ -76,6 +76,7 @@ __all__ = [
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
+    "is_main_replica",
     "make_sharded_tensors_for_checkpoint",
     "model_parallel_cuda_manual_seed",
     "moe_utils",

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from rollstream.stages.megatron.mcore import (
     DistributedDataParallel,
@@ -25,28 +24,7 @@ INITIAL_LOSS_SCALE = 2.0**16
 
 
 class TorchAdamOptimizer(DistributedOptimizer):
-    """Megatron's distributed optimizer with torch's Adam inside, made to survive a checkpoint.
-
-    Megatron expects an Adam that counts steps once for all parameters. Torch's counts them in each parameter's state,
-    as a tensor: the checkpoint must not hold it as a moment, and after loading no two parameters may share it, or each
-    step would count as many.
-    """
-
-    def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
-        tensors = dict(super()._get_main_param_and_optimizer_states(model_param))
-        tensors.pop("step", None)
-        return tensors
-
-    @torch.no_grad()
-    def _set_main_param_and_optimizer_states(self, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
-        for name, target in self._get_main_param_and_optimizer_states(model_param).items():
-            target.copy_(tensors[name])
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
+    """Megatron's distributed optimizer with torch's Adam inside, which counts steps in each parameter's state."""
 
     def start_from_zero(self) -> None:
         """Gives Adam its state before the first step, so that it can be saved and loaded at any time."""
@@ -82,7 +60,9 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], settings: ActorUp
         use_distributed_optimizer=True,
     )
     optimizer = get_megatron_optimizer(adam, list(chunks))
-    for part in parts_of(optimizer):
+    parts = parts_of(optimizer)
+    for part in parts:
+        part.grad_scaler = parts[0].grad_scaler  # the loss has one scale
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
             part.__class__ = TorchAdamOptimizer  # Megatron's factory takes no class
             part.start_from_zero()
@@ -92,6 +72,19 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], settings: ActorUp
 def parts_of(optimizer: Any) -> list[Any]:
     """Megatron has an optimizer for experts and one for the rest, where there are both."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def prepare_gradients(optimizer: Any) -> bool:
+    """Takes the gradients in, without their loss scale, and says whether one is not finite: then the scale falls, on
+    all ranks and for all parts alike; collective."""
+    parts = parts_of(optimizer)
+    if parts[0].grad_scaler is None:
+        return bool(optimizer.prepare_grads())
+    for part in parts:
+        part._copy_model_grads_to_main_grads()
+    found_inf = any([part._unscale_main_grads_and_check_for_nan() for part in parts])
+    parts[0].grad_scaler.update(found_inf)
+    return found_inf
 
 
 def apply_gradients(optimizer: Any, norm: float) -> None:

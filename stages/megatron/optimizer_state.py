@@ -28,7 +28,7 @@ from rollstream.stages.megatron.optimizer import TorchAdamOptimizer, parts_of
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def sharded_tensors(optimizer: Any, model: Mapping[str, Any]) -> dict[str, ShardedTensor]:
+def sharded_tensors(optimizer: Any, model: dict[str, Any]) -> dict[str, ShardedTensor]:
     """Adam's moments and the float32 weights that this rank holds, as entries of a checkpoint; their data are the
     optimizer's own memory, so that what is loaded into them is in place.
 
@@ -57,13 +57,11 @@ def _owned(part: Any) -> Iterator[tuple[Tensor, int]]:
                     yield parameter, ranges["param"].start
 
 
-def _pieces(
-    prefix: str, entry: ShardedTensor | ShardedTensorFactory, parameter: Tensor, begin: int, flat: Tensor
-) -> Iterator[ShardedTensor]:
+def _pieces(prefix: str, entry: Any, parameter: Tensor, begin: int, flat: Tensor) -> Iterator[ShardedTensor]:
     """`flat`, the entries of the flattened parameter from `begin` on, as boxes of the tensors in the checkpoint."""
-    wholes = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
+    wholes: Any = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
     for whole in wholes:  # one, or where two modules are fused in a parameter, one of each
-        at = whole.data.storage_offset() - parameter.storage_offset()
+        at = int(whole.data.storage_offset() - parameter.storage_offset())
         low, high = max(begin, at), min(begin + flat.numel(), at + whole.data.numel())
         position = low - begin
         for offsets, sizes in boxes(tuple(whole.data.shape), low - at, high - at):

@@ -12,6 +12,7 @@ import pyarrow as pa
 from rollstream.stages.base import Metric, World
 from rollstream.stages.megatron import checkpoint, export, lora, parallel
 from rollstream.stages.megatron.batch import read_samples
+from rollstream.stages.megatron.checkpoint_writer import CheckpointWriter
 from rollstream.stages.megatron.cpu_platform import on_platform
 from rollstream.stages.megatron.policy import Policy
 from rollstream.stages.megatron.policy_update import PolicyUpdate
@@ -60,6 +61,7 @@ class ActorSession:
             lora.add_lora(self._policy.chunks, config.lora, self._policy.config, seed=config.seed)
         self._trainer = Trainer(self._policy, config)
         self._update = PolicyUpdate(self._trainer, config, has_ref=has_ref)
+        self._writer = CheckpointWriter()
 
     @on_platform()
     def update(self, groups: Sequence[pa.RecordBatch]) -> dict[str, Metric]:
@@ -80,10 +82,15 @@ class ActorSession:
     @on_platform()
     def save(self, folder: Path) -> None:
         self._trainer.offload.bring()
-        checkpoint.save(self._trainer, folder)
+        self._writer.save(self._trainer, folder)
+
+    @on_platform()
+    def finish_save(self) -> None:
+        self._writer.finish()
 
     @on_platform()
     def load(self, folder: Path) -> None:
+        self._writer.finish()
         self._trainer.offload.bring()
         checkpoint.load(self._trainer, folder)
         self._update.gated = False  # a resumed run has passed the gate, and its rollouts may be older than its weights
@@ -103,4 +110,7 @@ class ActorSession:
             lora.export_adapter(folder / "adapter", self._policy.chunks, settings, self._policy.config)
 
     def close(self) -> None:
-        parallel.destroy()
+        try:
+            self._writer.close()
+        finally:
+            parallel.destroy()

@@ -18,7 +18,7 @@ from rollstream.stages.megatron.mcore import (
     state,
 )
 from rollstream.stages.megatron.offload import Offload
-from rollstream.stages.megatron.optimizer import apply_gradients, build_optimizer, build_scheduler
+from rollstream.stages.megatron.optimizer import apply_gradients, build_optimizer, build_scheduler, prepare_gradients
 from rollstream.stages.megatron.policy import Policy, run_schedule
 from rollstream.stages.megatron.router_context import pack_context
 
@@ -93,7 +93,7 @@ class Trainer:
         float16 the loss scale falls.
         """
         self.offload.settle()
-        found_inf = self.optimizer.prepare_grads()
+        found_inf = prepare_gradients(self.optimizer)
         norm = math.inf if found_inf else float(self.optimizer.get_grad_norm())
         if math.isfinite(norm):
             apply_gradients(self.optimizer, norm)

@@ -180,9 +180,12 @@ class Count(UpdateStage[Advantaged, Trained]):
             yield "number", np.array([self.version])
 
     def save(self, folder: Path) -> None:
-        if self.version == self.config.full_disk_at:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         (folder / f"rank{self.rank}").write_text(str(self.version))
+        self.saving = self.version
+
+    def finish_save(self) -> None:
+        if self.saving == self.config.full_disk_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def load(self, folder: Path) -> None:
         self.version = int((folder / f"rank{self.rank}").read_text())

@@ -81,3 +81,13 @@ def test_overlapped_generation_trains_on_the_rollouts_own_logprobs(config, tmp_p
     steps = list(run(grpo(late), steps=4, out=tmp_path / "runs/a", placement=ONE_THREAD))
     assert max(s.metrics["rollout/staleness"] for s in steps) == 1.0
     assert steps[-1].metrics["actor/ratio"] != 1.0
+
+
+def test_a_run_goes_on_in_another_layout(config, tmp_path, capfd):
+    options = {"out": tmp_path / "a", "placement": ONE_THREAD}
+    list(run(grpo(config), steps=1, **options))
+    cut = replace(config, actor=replace(config.actor, layout=Layout(tp=2)))
+    (step,) = run(grpo(cut), steps=2, resume="must", **options)
+    assert step.index == 2
+    assert step.metrics["rollout/logprob_diff"] <= 1e-5  # the rollout has the weights of the checkpoint, and so has it
+    assert "the checkpoint was made with Layout(tp=1" in capfd.readouterr().err

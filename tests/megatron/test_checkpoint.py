@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from rollstream.stages.actor import ActorUpdate
 from rollstream.stages.base import World
+from rollstream.stages.megatron import checkpoint_writer
 from rollstream.stages.megatron.cpu_platform import on_platform
 from rollstream.stages.megatron.layout import Layout
 from rollstream.stages.megatron.mcore import get_cuda_rng_tracker
@@ -42,9 +44,10 @@ def train(
     seen: list[Any] = []
     for index, step in enumerate(steps):
         if index == save_after:
-            stage.save(folder)
+            stage.save(folder)  # written while the next step trains
         metrics = stage.update(step[stage.share_of(world.rank) :: layout.dp])
         seen.append((metrics.get("actor/loss"), metrics.get("actor/lr"), draw()))
+    stage.finish_save()
     return seen, dict(stage.weights())
 
 
@@ -75,7 +78,41 @@ def test_resumed_run_is_not_gated(launch: Any, tiny: Any, make_groups: Any, tmp_
         stage = ActorUpdate(config)
         stage.setup(world)
         (stage.save if save else stage.load)(tmp_path / "ck")
+        stage.finish_save()
         return stage.update(make_groups())["actor/skipped_steps"][0]
 
     assert launch(1, resume, True) == [0.0]
     assert launch(1, resume, False) == [0.0]
+
+
+def test_what_is_saved_is_what_was_there_when_the_save_began(
+    launch: Any, tiny: Any, make_groups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here nothing is written before the next step has trained, on both ranks."""
+
+    def run(world: World) -> list[dict[str, np.ndarray]]:
+        trained = threading.Event()
+
+        def save_tensors(*args: Any, **options: Any) -> Any:
+            assert trained.wait(60)
+            return torch_save(*args, **options)
+
+        torch_save = checkpoint_writer.save_tensors
+        monkeypatch.setattr(checkpoint_writer, "save_tensors", save_tensors)
+        config = ActorUpdate.Config(
+            model=str(tiny("llama")), groups_per_step=2, max_mismatch=None, layout=Layout(dp=2), lr=1e-3
+        )
+        stage = ActorUpdate(config)
+        stage.setup(world)
+        weights = [dict(stage.weights())]
+        stage.save(tmp_path / "ck")
+        stage.update(make_groups(num_groups=2)[world.rank :: 2])
+        weights.append(dict(stage.weights()))
+        trained.set()
+        stage.finish_save()
+        stage.load(tmp_path / "ck")
+        return [*weights, dict(stage.weights())]
+
+    before, after, loaded = launch(2, run)[0]
+    assert all(np.array_equal(before[name], loaded[name]) for name in before)
+    assert not all(np.array_equal(before[name], after[name]) for name in before)

@@ -23,12 +23,14 @@ from rollstream.graphs.checkpoint import Checkpoints, RunState
 from rollstream.stages.actor import ActorUpdate
 from rollstream.stages.base import World
 from rollstream.stages.errors import CheckpointError
-from rollstream.stages.megatron import checkpoint as megatron_checkpoint
+from rollstream.stages.megatron import checkpoint_writer
 from rollstream.stages.megatron.layout import Layout
 
 pytestmark = pytest.mark.megatron
 
-NUM_KILLS = 10
+NUM_KILLS = 12
+#: Of a save, each with its end. A save is written while the next step trains.
+PHASES = {"saving": "begun", "begun": "written", "written": "saved"}
 MAX_SAVES = 2  # in a life that is killed
 DEADLINE_S = 60.0
 
@@ -50,6 +52,7 @@ def save(stage: ActorUpdate, checkpoints: Checkpoints, step: int) -> None:
     writing = checkpoints.begin(step)
     try:
         stage.save(writing)
+        stage.finish_save()
         checkpoints.publish(writing, state(step))
     except (OSError, CheckpointError):
         checkpoints.discard(writing)
@@ -60,22 +63,33 @@ def save(stage: ActorUpdate, checkpoints: Checkpoints, step: int) -> None:
 
 
 def live(tell: Any, model: Path, steps: list[list[pa.RecordBatch]], root: Path) -> None:
-    """One life of a run that saves every step: goes on from the newest checkpoint to the last of `steps`."""
+    """One life of a run that saves every step: goes on from the newest checkpoint to the last of `steps`. Each is
+    published after the next has trained."""
     try:
         stage = make_stage(World(rank=0, size=1, threads=1), model)
         checkpoints = Checkpoints(root, keep_last=1)
         if found := checkpoints.latest():
             stage.load(found.folder)
+        writing: Path | None = None
         for step in range(found.state.step + 1 if found else 1, len(steps) + 1):
             tell.send(("trained", step, stage.update(steps[step - 1])["actor/loss"]))
+            if writing:
+                publish(tell, stage, checkpoints, writing, step - 1)
             tell.send(("saving", step, time.monotonic()))
             writing = checkpoints.begin(step)
             stage.save(writing)
-            tell.send(("written", step, time.monotonic()))
-            checkpoints.publish(writing, state(step))
-            tell.send(("saved", step, time.monotonic()))
+            tell.send(("begun", step, time.monotonic()))
+        if writing:
+            publish(tell, stage, checkpoints, writing, len(steps))
     except BaseException:  # noqa: BLE001 - the error goes to the test
         tell.send(("failed", 0, traceback.format_exc()))
+
+
+def publish(tell: Any, stage: ActorUpdate, checkpoints: Checkpoints, writing: Path, step: int) -> None:
+    stage.finish_save()
+    tell.send(("written", step, time.monotonic()))
+    checkpoints.publish(writing, state(step))
+    tell.send(("saved", step, time.monotonic()))
 
 
 class Kill(NamedTuple):
@@ -93,7 +107,7 @@ def watch(*args: Any, kill: Kill | None = None) -> dict[str, dict[int, Any]]:
     child = context.Process(target=live, args=(mouth, *args), daemon=True)
     child.start()
     mouth.close()  # only the child holds it: its death ends the pipe
-    told: dict[str, dict[int, Any]] = {k: {} for k in ("trained", "saving", "written", "saved", "failed")}
+    told: dict[str, dict[int, Any]] = {k: {} for k in ("trained", *PHASES, "saved", "failed")}
     with contextlib.suppress(EOFError):
         while ear.poll(DEADLINE_S):
             kind, step, value = ear.recv()
@@ -108,15 +122,20 @@ def watch(*args: Any, kill: Kill | None = None) -> dict[str, dict[int, Any]]:
 
 
 def make_kills(straight: dict[str, dict[int, Any]]) -> list[Kill]:
-    """Spread over the time that a save takes: half of them while the stage writes, half while it is published."""
+    """Spread over the time that a save takes: as many while the stage copies, while it writes and trains, and while
+    what it wrote is published. The writing is over before the next step: more of its kills come early."""
 
     def usual_s(begin: str, end: str) -> float:
         return statistics.median(straight[end][step] - straight[begin][step] for step in straight[end])
 
     rng = random.Random(5)
-    phases = {"saving": usual_s("saving", "written"), "written": usual_s("written", "saved")}
-    parts = [(part + rng.random()) / (NUM_KILLS // 2) for part in range(NUM_KILLS // 2)]
-    kills = [Kill(p, rng.randint(1, MAX_SAVES), part * takes_s) for p, takes_s in phases.items() for part in parts]
+    num = NUM_KILLS // len(PHASES)
+    parts = [((part + rng.random()) / num) ** 2 for part in range(num)]
+    kills = [
+        Kill(begin, rng.randint(1, MAX_SAVES), part * usual_s(begin, end))
+        for begin, end in PHASES.items()
+        for part in parts
+    ]
     rng.shuffle(kills)
     return kills
 
@@ -212,7 +231,7 @@ def no_last_file() -> Iterator[None]:
         raise OSError("no room for the last file")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron_checkpoint, "save_config", refuse)
+        patch.setattr(checkpoint_writer, "save_config", refuse)
         yield
 
 
@@ -233,8 +252,10 @@ def test_a_rank_that_can_not_write_fails_on_all(
         stage = make_stage(world, tiny("llama"), layout=Layout(tp=2))
         stage.update(make_groups(num_groups=2))
         breaking = FAILURES[failure]() if world.rank == rank else contextlib.nullcontext()
-        with breaking, pytest.raises(CheckpointError) as caught:
+        with breaking:
             stage.save(tmp_path / "failed")
+            with pytest.raises(CheckpointError) as caught:
+                stage.finish_save()
         stage.save(tmp_path / "later")
         straight = stage.update(make_groups(num_groups=2, seed=9)).get("actor/loss", 0.0)
         stage.load(tmp_path / "later")
@@ -252,8 +273,10 @@ def test_a_rank_that_does_not_see_the_folder_fails_on_all(launch: Any, tiny: Any
     (tmp_path / "file").touch()
 
     def run(world: World) -> str:
+        stage = make_stage(world, tiny("llama"), layout=Layout(tp=2))
+        stage.save(tmp_path / ("file/1" if world.rank else "0"))
         with pytest.raises(CheckpointError, match="rank 1: NotADirectoryError") as caught:
-            make_stage(world, tiny("llama"), layout=Layout(tp=2)).save(tmp_path / ("file/1" if world.rank else "0"))
+            stage.finish_save()
         return str(caught.value)
 
     assert all("rank 0" not in error for error in launch(2, run))

@@ -161,6 +161,7 @@ MOE_LAYOUTS = {
     "dp2": Layout(dp=2),
     "dp2 ep2": Layout(dp=2, ep=2),
     "tp2 sp etp2": Layout(tp=2, sp=True),
+    "tp2 sp etp1": Layout(tp=2, sp=True, etp=1),
     "tp2 sp ep2 etp1": Layout(tp=2, sp=True, ep=2, etp=1),
     "pp2 dp2 ep2": Layout(pp=2, dp=2, ep=2),
 }

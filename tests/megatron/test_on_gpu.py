@@ -94,6 +94,7 @@ def test_a_resumed_run_goes_on_as_it_would_have(
         else:
             stage.update(make_groups(seed=1))
             stage.save(tmp_path / "ck")
+            stage.finish_save()
         return [stage.update(make_groups(seed=seed))["actor/loss"][0] for seed in (2, 3)]
 
     (straight,), (resumed,) = launch(1, train, False), launch(1, train, True)

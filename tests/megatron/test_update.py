@@ -219,14 +219,15 @@ def test_half_precision_trains_as_float32_does(
     assert losses[0] == pytest.approx(losses[1], abs=3e-3)
 
 
-def test_float16_halves_its_scale_where_gradients_overflow(launch: Any, tiny: Any, make_groups: Any) -> None:
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
+def test_float16_halves_its_scale_where_gradients_overflow(launch: Any, tiny: Any, make_groups: Any, kind: str) -> None:
     big = [[1e5] * len(row) for row in make_groups()[1].column("advantages").to_pylist()]
     bad = [make_groups()[0], replaced(make_groups()[1], "advantages", big)]
     steps = [bad] * 3 + [make_groups()]
-    ((metrics, weights),) = launch(1, lambda *a: update(*a, dtype="float16"), tiny("qwen2"), steps)
+    ((metrics, weights),) = launch(1, lambda *a: update(*a, dtype="float16"), tiny(kind), steps)
     assert [step["actor/skipped_steps"][0] for step in metrics] == [1.0, 1.0, 1.0, 0.0]
     assert metrics[-1]["actor/loss_scale"][0] < 2.0**16
-    ((_, without),) = launch(1, lambda *a: update(*a, dtype="float16"), tiny("qwen2"), [make_groups()])
+    ((_, without),) = launch(1, lambda *a: update(*a, dtype="float16"), tiny(kind), [make_groups()])
     assert distance(weights, without) < 1e-5
 
 

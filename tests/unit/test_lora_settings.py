@@ -43,3 +43,9 @@ def test_all_faults_come_at_once() -> None:
 
 def test_mixtral_has_names_of_its_own() -> None:
     assert [target_of(f"block_sparse_moe.experts.1.w{i}") for i in (1, 2, 3)] == ["gate_proj", "down_proj", "up_proj"]
+
+
+def test_half_of_an_experts_input_is_refused() -> None:
+    (fault,) = Lora(target_modules=("up_proj", "q_proj")).expert_faults()
+    assert "has up_proj without its other half" in fault
+    assert Lora().expert_faults() == Lora(target_modules=("q_proj", "down_proj")).expert_faults() == []

@@ -19,7 +19,8 @@ def test_the_tracker_has_all_that_it_reads_from_edges_before_they_end(monkeypatc
     run.options = SimpleNamespace(export=False)
     run._start = lambda keeper: None
     run._loop = lambda keeper, stop: iter(())
-    run._commit = lambda keeper: "a checkpoint"
+    run._commit = lambda keeper, wait: None
+    run.step, run.busy, run.saver = 1, False, SimpleNamespace(saved_step=1)
     stop: Any = SimpleNamespace(signal=None)
     assert list(run._attempt(keeper, None, stop)) == []
     assert events == ["tracker caught up", "actors end"]

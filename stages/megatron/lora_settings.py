@@ -64,8 +64,8 @@ class Lora:
         if len(halves) != 1:
             return []
         return [
-            f"lora target_modules has {halves[0]} without its other half: PEFT holds gate_proj and up_proj of an expert "
-            "in one, and could not load the adapter; take both or none"
+            f"lora target_modules has {halves[0]} without its other half: PEFT holds gate_proj and up_proj of an "
+            "expert in one, and could not load the adapter; take both or none"
         ]
 
 

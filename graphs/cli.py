@@ -101,6 +101,7 @@ def export(
     checkpoints of any layout, also while the run goes on."""
     from rollstream.graphs.seal import check_is_whole
 
+    checkpoint = checkpoint.resolve()  # its name says its step
     check_is_whole(checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already: give a folder that is empty or not there")

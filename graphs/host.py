@@ -255,12 +255,12 @@ class StageHost:
 
     def save(self, folder: Path) -> None:
         self._work("checkpoint", lambda: self._updater.save(folder))
+        self._work("rest", self._updater.rest)
 
     @ray.method(concurrency_group="saving")
     def finish_save(self) -> None:
-        """Waits for what `save` began, while others work."""
+        """Waits for what `save` began. In a thread of its own, while the stage works: touches nothing else."""
         self._carry("checkpoint", lambda: self._updater.finish_save())
-        self._work("rest", self._updater.rest)
 
     def load(self, folder: Path) -> None:
         self._work("checkpoint", lambda: self._updater.load(folder))

@@ -16,7 +16,7 @@ PACKAGES = ("rollstream", "torch", "megatron-core", "ray")
 #: it matters. Another `layout` adds in another order: the last digits differ.
 MAY_CHANGE = frozenset(
     {"max_groups", "max_bytes", "lease_s", "timeout_s", "path"}
-    | {"layout", "micro_batch_size", "max_tokens_per_micro_batch"}
+    | {"layout", "micro_batch_size", "max_tokens_per_micro_batch", "recompute", "offload"}
 )
 
 

@@ -47,7 +47,7 @@ from rollstream.graphs.joiner import Joined
 from rollstream.graphs.keeper import Keeper
 from rollstream.graphs.ledger import Ledger
 from rollstream.graphs.options import Resume, RunOptions
-from rollstream.graphs.saver import Saver
+from rollstream.graphs.saver import DEATH_S, Saver
 from rollstream.graphs.session import connected
 from rollstream.graphs.stats import PartMetrics, Step
 from rollstream.graphs.stop import StopFlag, step_grace_s
@@ -57,7 +57,7 @@ from rollstream.graphs.watch import Watch
 from rollstream.placement import Placement, Plan
 from rollstream.stages.balance import balance
 from rollstream.stages.base import Metrics
-from rollstream.stages.errors import CheckpointError, ProcessDied, RollstreamError
+from rollstream.stages.errors import CheckpointError, ProcessDied, RollstreamError, StageError
 
 POLL_S = 0.5
 
@@ -242,7 +242,11 @@ class _Run:
         give_up: float | None = None
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=POLL_S)
-            get_all(done, self.graph.update.name, timeout_s=POLL_S * 20)
+            try:
+                get_all(done, self.graph.update.name, timeout_s=POLL_S * 20)
+            except StageError:
+                self._look_for_a_death()
+                raise
             self.saver.look()
             self.attempt.look(self.version, update_is_free=False)
             if self.watch.stop.signal:
@@ -257,6 +261,14 @@ class _Run:
             for other in group.items[1:]:
                 sums.merge({n: m for n, m in other.metrics.items() if n not in group.items[0].metrics})
         return sums.means() | {"step/groups": float(len(groups)), "step/tokens": sums.sums.get("actor/tokens", (0,))[0]}
+
+    def _look_for_a_death(self) -> None:
+        """A rank that dies makes those that work with it raise, often before its own death is known: then that is what
+        has happened. Raises ProcessDied."""
+        give_up = time.monotonic() + DEATH_S
+        while self.graph.update.num_ranks > 1 and time.monotonic() < give_up:
+            self.attempt.look(self.version, update_is_free=False)
+            time.sleep(POLL_S)
 
     def _commit_step(self, groups: Sequence[Joined], metrics: dict[str, float]) -> Step:
         """The weights go out, more prompts may come, the groups are closed."""

@@ -10,7 +10,7 @@ Only the runner's thread publishes. A driver or a rank that dies under way leave
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ from typing import Any
 import ray
 
 from rollstream.graphs.checkpoint import Checkpoints, RunState
-from rollstream.graphs.wait import get_all
+from rollstream.graphs.wait import get, get_all
 from rollstream.stages.errors import CheckpointError, ProcessDied, StageError
 
 #: The files of all ranks are there by then, or the save has failed.
 WRITE_S = 1800.0
+#: Where a rank has failed, the death of another shows by then.
+DEATH_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,21 @@ class _Writing:
     folder: Path
     state: RunState
     calls: list[Any]  # one of each rank
+
+
+def _death_among(calls: Sequence[Any]) -> ProcessDied | None:
+    """A rank that dies makes the others raise, often before its own death is known."""
+    if len(calls) < 2:
+        return None
+    done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=DEATH_S)
+    for call in done:
+        try:
+            get(call, "the files of a checkpoint", timeout_s=DEATH_S)
+        except ProcessDied as died:
+            return died
+        except (OSError, StageError, CheckpointError):
+            continue
+    return None
 
 
 class Saver:
@@ -44,7 +61,8 @@ class Saver:
 
     def go_on_from(self, step: int) -> None:
         """The run is where the checkpoint of this step is; 0 for the beginning."""
-        self.saved_step, self.failures = step, 0
+        self.saved_step = step
+        self.failures = self._most_failures = 0
 
     def begin(self, step: int, take_state: Callable[[], RunState], begin_save: Callable[[Path], list[Any]]) -> None:
         """Begins to save a step that is done. Waits for the save before; one that fails, as on a full disk, is told of.
@@ -76,9 +94,9 @@ class Saver:
             get_all(writing.calls, "the files of a checkpoint", timeout_s=WRITE_S)
             self._published = str(self._checkpoints.publish(writing.folder, writing.state))
         except (OSError, StageError, CheckpointError) as error:
-            self._fail(writing.state.step, writing.folder, error)
+            self._fail(writing.state.step, writing.folder, _death_among(writing.calls) or error)
         else:
-            self.go_on_from(writing.state.step)
+            self.saved_step, self.failures = writing.state.step, 0
             self._tell(f"checkpoint: {self._published}")
 
     def take_published(self) -> str | None:

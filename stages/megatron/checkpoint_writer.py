@@ -75,6 +75,7 @@ class CheckpointWriter:
         copies: list[_Copy] = []
         with one_error_for_all("copied for", folder):  # a rank that could not copy must not be waited for
             _DistWrapper(self._group, True, 0).all_gather("copy", lambda: copies.append(self._copy(trainer)))
+        self._checked = True
         self._writing = self._thread.submit(self._write, copies[0], folder)
 
     def finish(self) -> None:
@@ -82,12 +83,16 @@ class CheckpointWriter:
 
         Raises CheckpointError on every rank if one could not write. The trainer is as it was, and can save again.
         """
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            try:
-                writing.result(timeout=WRITE_TIMEOUT.total_seconds())
-            except TimeoutError:
-                raise CheckpointError(f"the policy was not written within {WRITE_TIMEOUT}") from None
+        writing = self._writing
+        if writing is None:
+            return
+        try:
+            writing.result(timeout=WRITE_TIMEOUT.total_seconds())
+        except TimeoutError:
+            raise CheckpointError(f"the policy was not written within {WRITE_TIMEOUT}") from None
+        finally:
+            if writing.done() and self._writing is writing:
+                self._writing = None
 
     def close(self) -> None:
         """Waits for what is being written."""
@@ -100,7 +105,6 @@ class CheckpointWriter:
         # Whether the ranks' parts make a whole depends on the layout alone: once is enough.
         sharded: Any
         sharded, common = save_preprocess(state_of(trainer), validate_access_integrity=not self._checked)
-        self._checked = True
         for entry in nested_values(sharded):
             if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
                 entry.data = self._on_host(entry)

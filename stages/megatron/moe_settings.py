@@ -55,9 +55,11 @@ class Moe:
 
     def faults(self, layout: Layout) -> list[str]:
         """Why a model with experts can't be run so in this layout: one sentence each."""
-        if self.dispatcher != "allgather":
-            return []
         faults: list[str] = []
+        if self.dispatcher == "flex" and layout.expert_tp * layout.ep == 1:
+            faults.append("moe dispatcher 'flex' needs ep times etp above 1; use 'alltoall'")
+        if self.dispatcher != "allgather":
+            return faults
         if layout.tp % (layout.ep * layout.expert_tp):
             faults.append(
                 f"moe dispatcher 'allgather' needs ep={layout.ep} times etp={layout.expert_tp} to divide "

@@ -60,18 +60,22 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], settings: ActorUp
         use_distributed_optimizer=True,
     )
     optimizer = get_megatron_optimizer(adam, list(chunks))
-    parts = parts_of(optimizer)
-    for part in parts:
-        part.grad_scaler = parts[0].grad_scaler  # the loss has one scale
+    whole = getattr(optimizer, "chained_optimizers", [optimizer])
+    for part in whole:
+        part.grad_scaler = whole[0].grad_scaler  # the loss has one scale
+    for part in parts_of(optimizer):
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
             part.__class__ = TorchAdamOptimizer  # Megatron's factory takes no class
             part.start_from_zero()
+        else:
+            part._init_optimizer_states_with_dummy_values()  # a checkpoint is loaded into what is there
     return optimizer
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """Megatron has an optimizer for experts and one for the rest, where there are both."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    """Megatron has an optimizer for experts and one for the rest, where there are both. One that has nothing to train
+    is left out."""
+    return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if not part.is_stub_optimizer]
 
 
 def prepare_gradients(optimizer: Any) -> bool:

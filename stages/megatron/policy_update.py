@@ -86,6 +86,7 @@ class PolicyUpdate:
             metrics.add("actor/lr", self.trainer.lr)
         if denominators.num_tokens == 0:
             return self._skip(metrics, "no token of this batch is trained on")
+        compare_rollout = compare_rollout or self.gated  # while it is, no weight has changed
         objective = Objective(settings=self.settings, denominators=denominators, compare_rollout=compare_rollout)
         reports = self.trainer.forward_backward(batches, objective)
         seen = Metrics()

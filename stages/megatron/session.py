@@ -41,6 +41,8 @@ class RefSession:
         batches = self._policy.pack(samples, cut, ())
         scored: list[np.ndarray] = [np.zeros(0, np.float32)] * len(samples)
         for indices, batch, scores in zip(cut, batches, self._policy.score(batches), strict=True):
+            if not indices:
+                continue  # there to make up the number
             flat = scores.cpu().numpy()
             for index, part in zip(indices, np.split(flat, np.cumsum(batch.lengths)[:-1]), strict=True):
                 scored[index] = part[: len(samples[index].response_ids)]
@@ -82,6 +84,7 @@ class ActorSession:
     @on_platform()
     def save(self, folder: Path) -> None:
         self._trainer.offload.bring()
+        self._trainer.offload.settle()
         self._writer.save(self._trainer, folder)
 
     @on_platform()
@@ -92,6 +95,7 @@ class ActorSession:
     def load(self, folder: Path) -> None:
         self._writer.finish()
         self._trainer.offload.bring()
+        self._trainer.offload.settle()
         checkpoint.load(self._trainer, folder)
         self._update.gated = False  # a resumed run has passed the gate, and its rollouts may be older than its weights
 

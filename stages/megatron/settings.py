@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.stages.base import Stage
+from rollstream.stages.megatron import hf_config
 from rollstream.stages.megatron.hf_config import has_weights
 from rollstream.stages.megatron.layout import Layout
 from rollstream.stages.megatron.moe_settings import Moe
@@ -39,7 +40,8 @@ DECIDED_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("perform_initialization", "calculate_per_token_loss", "variable_seq_lengths"), "rollstream"),
     **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type"), "moe"),
     **dict.fromkeys(("moe_router_load_balancing_type", "moe_router_dtype"), "rollstream"),
-    "moe_enable_routing_replay": "rollstream",
+    **dict.fromkeys(("moe_enable_routing_replay", "moe_grouped_gemm"), "rollstream"),
+    **dict.fromkeys(("batch_p2p_comm", "overlap_p2p_comm"), "layout"),
     **dict.fromkeys(("finalize_model_grads_func", "grad_scale_func"), "rollstream"),
 }
 
@@ -73,7 +75,9 @@ class MegatronConfig(Stage.Config):
 
     def model_faults(self) -> list[str]:
         """What is wrong with the model's folder and the layout."""
-        faults = [*self.layout.faults(self.model), *self.moe.faults(self.layout)]
+        faults = self.layout.faults(self.model)
+        if not faults and hf_config.read(Path(self.model)).experts is not None:
+            faults += self.moe.faults(self.layout)
         if not faults and not self.random_weights and not has_weights(Path(self.model)):
             faults.append(
                 f"model folder {self.model!r} has neither model.safetensors nor model.safetensors.index.json; "

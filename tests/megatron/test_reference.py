@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -77,3 +78,15 @@ def test_empty_prompt_is_named(launch: Any, tiny: Any, make_groups: Any) -> None
     empty = group.set_column(index, group.schema.field(index), pa.array([[], [], []], pa.list_(pa.int32())))
     with pytest.raises(AssertionError, match="sample 'g0-0' has an empty prompt"):
         launch(1, score, tiny("llama"), [empty])
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_fewer_samples_than_a_pipeline_takes_at_a_time(launch: Any, tiny: Any, make_groups: Any, num_rows: int) -> None:
+    def piped(world: World, layout: Layout) -> list[Any]:
+        stage = RefLogprob(RefLogprob.Config(model=str(tiny("llama", False, 4)), layout=layout))
+        stage.setup(world)
+        return stage.process(make_groups(num_groups=1)[0].slice(0, num_rows))["ref_logprobs"].to_pylist()
+
+    found, wanted = launch(2, piped, Layout(pp=2, vpp=2))[0], launch(1, piped, Layout())[0]
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)

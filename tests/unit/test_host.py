@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 
 import pyarrow as pa
 import pytest
@@ -10,9 +11,9 @@ from small_world import Score
 
 from rollstream.graphs.edge_actor import PeerDied
 from rollstream.graphs.host import StageHost
-from rollstream.stages.base import MapStage, World
+from rollstream.stages.base import MapStage, UpdateStage, World
 from rollstream.stages.errors import StageError
-from rollstream.stages.schema import Rollouts, Scored
+from rollstream.stages.schema import Advantaged, Rollouts, Scored, Trained
 
 
 def test_a_process_that_is_new_is_as_good_as_dead_to_an_edge_that_pulls_it():
@@ -66,3 +67,45 @@ def test_the_head_of_a_group_says_what_training_on_it_costs():
     assert host._head(group, version=0, begun=0.0).num_tokens == 8
     assert host._head(group.slice(1), version=0, begun=0.0).num_tokens == 5
     assert host._head(group.drop_columns(["response_ids"]), version=0, begun=0.0).num_tokens == 4
+
+
+class Slow(UpdateStage[Advantaged, Trained]):
+    """Its checkpoint is written while it trains."""
+
+    groups_per_step = data_parallel_size = 1
+    share_of = weights = load = export = lambda self, *_: None
+
+    def __init__(self):
+        super().__init__()
+        self.training, self.written = threading.Event(), threading.Event()
+        self.rested_in: list[str] = []
+
+    def update(self, groups):
+        self.training.set()
+        assert self.written.wait(10)
+        return {"actor/loss": (1.0, 1.0)}
+
+    def save(self, folder):
+        pass
+
+    def finish_save(self):
+        assert self.training.wait(10)
+
+    def rest(self):
+        self.rested_in.append(threading.current_thread().name)
+
+
+def test_a_save_that_ends_while_a_step_runs_touches_nothing_of_the_step(tmp_path):
+    stage = Slow()
+    host = StageHost(stage, World())
+    host.save(tmp_path)
+
+    def write():
+        host.finish_save()
+        stage.written.set()
+
+    thread = threading.Thread(target=write, name="saving")
+    thread.start()
+    assert host.update(1, []) == {"actor/loss": (1.0, 1.0)}
+    thread.join(10)
+    assert stage.rested_in == ["MainThread"]

@@ -45,6 +45,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
 
     monkeypatch.setattr(saver_module, "ray", SimpleNamespace(wait=wait))
     monkeypatch.setattr(saver_module, "get_all", get_all)
+    monkeypatch.setattr(saver_module, "get", lambda call, *_, **__: call.write())
     return Rank()
 
 
@@ -127,3 +128,14 @@ def test_a_rank_that_dies_under_way_is_no_failed_save(saver: Saver, rank: Rank, 
         saver.settle()
     saver.settle()
     assert (saved(tmp_path), saver.failures, told) == ([], 0, [])
+
+
+def test_the_death_of_a_rank_is_told_and_not_what_the_others_say_of_it(saver: Saver, rank: Rank, tmp_path: Path):
+    other = Rank()
+    saver.begin(1, state(1), lambda folder: rank.begin(folder) + other.begin(folder))
+    rank.error = StageError("actor", "checkpoint", "connection closed by peer")
+    other.error = ProcessDied("actor", "", "killed")
+    rank.done = other.done = True
+    with pytest.raises(ProcessDied):
+        saver.settle()
+    assert (saved(tmp_path), saver.failures, saver.take_failures()) == ([], 0, 0)

@@ -99,7 +99,7 @@ class CheckpointWriter:
         try:
             self.finish()
         finally:
-            self._thread.shutdown()
+            self._thread.shutdown(wait=False)  # it has been waited for, as long as a write may take
 
     def _copy(self, trainer: Trainer) -> _Copy:
         # Whether the ranks' parts make a whole depends on the layout alone: once is enough.

@@ -108,7 +108,10 @@ class Layout:
         whose = f"of {config.num_layers} layers of {str(config.folder)!r}"
         uneven = f", first_layers={self.first_layers} and last_layers={self.last_layers}" if fixed else ""
         if left < ranks * self.vpp or (ranks == 0 and left):
-            yield f"pp={self.pp}, vpp={self.vpp}{uneven} leave {left} {whose} for {ranks} ranks"
+            yield (
+                f"pp={self.pp}, vpp={self.vpp}{uneven} leave {left} {whose} for {ranks} ranks with {self.vpp} runs of "
+                "layers each: every run needs a layer, and every layer a rank; lower pp or vpp"
+            )
         elif ranks and left % (ranks * self.vpp):
             valid = _valid(lambda pp: config.num_layers % (pp * self.vpp) == 0, config.num_layers // self.vpp)
             yield (

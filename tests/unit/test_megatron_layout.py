@@ -103,6 +103,7 @@ def test_sizes_that_contradict_one_another_are_refused(sizes: dict[str, Any], me
         (Layout(pp=3, first_layers=3), "first_layers=3 and last_layers=None must divide 5 of 8 layers"),
         (Layout(pp=2, first_layers=3, last_layers=3), "first_layers=3 and last_layers=3 leave 2 of 8 layers"),
         (Layout(pp=9), "pp=9, vpp=1 leave 8 of 8 layers"),
+        (Layout(pp=3, vpp=3), "for 3 ranks with 3 runs of layers each: every run needs a layer"),
         (Layout(pp=2, vpp=2, first_layers=3), "must divide 5 of 8 layers"),
         (Layout(dp=2, ep=2), "ep=2 and etp=None are for models with experts"),
     ],

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -57,10 +58,19 @@ def test_an_edge_or_the_weight_store_dies_and_nothing_is_lost(tmp_path, title):
 
 
 def test_stages_die_and_nothing_is_lost_or_trained_twice(tmp_path):
-    """Those of the update stage too: its steps since the last checkpoint come again."""
+    """Those of the update stage too: its steps since the last checkpoint, which may still be on its way, come again."""
     steps = killing(run(toy_graph(tmp_path / "d"), steps=9, out=tmp_path / "out", save_every=1), "StageHost")
-    assert [s.index for s in steps] == list(range(1, 10))
-    assert trained(tmp_path) == list(range(36))
+    indices = [s.index for s in steps]
+    again = [i for i, (before, after) in enumerate(pairwise(indices), 1) if after != before + 1]
+    assert len(again) <= 1, indices
+    assert all(indices[i - 1] - 1 <= indices[i] <= indices[i - 1] for i in again), indices
+    assert indices[-1] == 9
+    last_life = trained(tmp_path)[-4 * (9 - indices[again[0] if again else 0] + 1) :]
+    assert last_life == list(range(36))[-len(last_life) :]
+    found = Checkpoints(tmp_path / "out/checkpoints").latest()
+    assert found is not None
+    closed = Ledger.from_json(found.state.ledger).closed
+    assert (closed.frontier, closed.ahead) == (36, set())
 
 
 def test_without_a_checkpoint_a_run_begins_again_where_its_update_stage_dies(tmp_path):

@@ -43,29 +43,35 @@ class Tokens(RolloutStage[Prompted, Rollouts]):
     """Samples of NUM_TOKENS tokens each, made without a model."""
 
     version = 0
+    groups_in_flight = 4
 
-    @property
-    def groups_per_batch(self) -> int:
-        return 4
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[pa.RecordBatch] = []
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
         self.version = version
 
-    def generate(self, groups: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for group in groups:
-            prompt = group.take(pa.array([0] * NUM_SAMPLES, pa.int32()))
-            ids = pa.array([f"{group.column('group_id')[0].as_py()}.{draw}" for draw in range(NUM_SAMPLES)])
-            new = {
-                "sample_id": ids,
-                "response": pa.array(["text"] * NUM_SAMPLES),
-                "response_ids": per_token(np.arange(NUM_SAMPLES * NUM_TOKENS, dtype=np.int32)),
-                "loss_mask": per_token(np.ones(NUM_SAMPLES * NUM_TOKENS, dtype=np.bool_)),
-                "finish_reason": pa.array(["length"] * NUM_SAMPLES),
-                "rollout_logprobs": per_token(np.zeros(NUM_SAMPLES * NUM_TOKENS, dtype=np.float32)),
-                "weight_version": per_token(np.full(NUM_SAMPLES * NUM_TOKENS, self.version, dtype=np.int32)),
-            }
-            columns = {name: prompt.column(name) for name in prompt.schema.names} | new
-            yield pa.RecordBatch.from_arrays([columns[name] for name in Rollouts.columns], schema=Rollouts.arrow())
+    def submit(self, group: pa.RecordBatch) -> None:
+        self.groups.append(group)
+
+    def finished(self, timeout_s: float) -> pa.RecordBatch | None:
+        if not self.groups:
+            return None
+        group = self.groups.pop(0)
+        prompt = group.take(pa.array([0] * NUM_SAMPLES, pa.int32()))
+        ids = pa.array([f"{group.column('group_id')[0].as_py()}.{draw}" for draw in range(NUM_SAMPLES)])
+        new = {
+            "sample_id": ids,
+            "response": pa.array(["text"] * NUM_SAMPLES),
+            "response_ids": per_token(np.arange(NUM_SAMPLES * NUM_TOKENS, dtype=np.int32)),
+            "loss_mask": per_token(np.ones(NUM_SAMPLES * NUM_TOKENS, dtype=np.bool_)),
+            "finish_reason": pa.array(["length"] * NUM_SAMPLES),
+            "rollout_logprobs": per_token(np.zeros(NUM_SAMPLES * NUM_TOKENS, dtype=np.float32)),
+            "weight_version": per_token(np.full(NUM_SAMPLES * NUM_TOKENS, self.version, dtype=np.int32)),
+        }
+        columns = {name: prompt.column(name) for name in prompt.schema.names} | new
+        return pa.RecordBatch.from_arrays([columns[name] for name in Rollouts.columns], schema=Rollouts.arrow())
 
 
 class Ref(MapStage[Rollouts, WithRef]):
@@ -118,7 +124,7 @@ def graph(update: SlowUpdate.Config, bounds: Bounds, max_staleness: int) -> Grap
 def group_bytes() -> dict[str, int]:
     """Bytes that one group adds to the edge behind each stage."""
     prompt = next(Endless().rows(frozenset(), 0))
-    rollout = next(Tokens().generate([prompt]))
+    rollout = next(Tokens().run([prompt]))
     part = Ref().run(rollout)
     assert not isinstance(part, Filtered)
     return {"endless": prompt.nbytes, "tokens": rollout.nbytes, "ref": part.nbytes}

@@ -29,8 +29,8 @@ def write_model(folder: Path) -> Path:
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=len(special) + len(alphabet), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
-        bos_token_id=0, eos_token_id=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
+        tie_word_embeddings=True, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     LlamaForCausalLM(config).float().save_pretrained(folder)
     return folder

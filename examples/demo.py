@@ -56,17 +56,22 @@ def accuracy(model: Path, heldout: Path) -> dict[str, float]:
     import pyarrow.parquet as pq
     from transformers import AutoTokenizer
 
-    from rollstream.stages.rollout.engine import Request, Sampling
-    from rollstream.stages.rollout.engines import make_engine
+    from rollstream.stages.rollout.engine import Request, Sampling, generate
+    from rollstream.stages.rollout.hf_engine import TransformersEngine
 
     rows = pq.read_table(heldout).to_pylist()
     tokenizer = AutoTokenizer.from_pretrained(model)
     requests = [
-        Request(group_id=str(i), prompt_ids=tokenizer(row["prompt"]).input_ids, sample_ids=(str(i),))
+        Request(
+            request_id=str(i),
+            prompt_ids=tokenizer(row["prompt"]).input_ids,
+            sample_ids=(str(i),),
+            sampling=Sampling(temperature=0, max_tokens=12),
+        )
         for i, row in enumerate(rows)
     ]
-    engine = make_engine("transformers", str(model), dtype="float32", stage="evaluation")
-    answers = engine.generate(requests, Sampling(temperature=0, max_tokens=12))
+    engine = TransformersEngine(str(model), dtype="float32", stage="evaluation")
+    answers = generate(engine, requests)
     said = {int(i): tokenizer.decode(s[0].response_ids, skip_special_tokens=True) for i, s in answers}
     engine.close()
     exact = sum(said[i].strip() == row["answer"] for i, row in enumerate(rows))

@@ -137,27 +137,47 @@ class EdgeQueue:
 
     # Who has what ------------------------------------------------------------------------------------------------
 
-    def lease(self, consumer: str, at_most: int, *, holder: str, fill: bool = False, keep: bool = False) -> list[Item]:
-        """Up to `at_most` groups, lowest first. With `fill`: all of them, or fewer only where no more can be had
-        before the next `admit`, the end, or room; so that how groups fall into leases does not depend on time. With
-        `keep` the lease never ends: for a consumer that may hold groups for long and without which there is no run.
+    def expect(self, consumer: str, holder: str) -> None:
+        """`holder` will ask for groups: a share is left for it."""
+        self._cursors[consumer].working.setdefault(holder, frozenset())
 
-        A group whose holder died is given alone: if it is the reason, it takes no other down.
+    def lease(
+        self,
+        consumer: str,
+        at_most: int,
+        *,
+        holder: str,
+        holding: Collection[int] = (),
+        fill: bool = False,
+        keep: bool = False,
+        share: bool = False,
+    ) -> list[Item]:
+        """Up to `at_most` groups, lowest first; `holding` are those that the holder is at work on. With `fill`: all of
+        them, or fewer only where no more can be had before the next `admit`, the end, or room; so that how groups fall
+        into leases does not depend on time. With `share`: no more than makes the holders of this consumer equally
+        loaded. With `keep` the lease never ends: for a consumer that may hold groups for long and without which there
+        is no run.
+
+        A group whose holder died is given alone, to a holder of no other: if it is the reason, it takes no other down.
         """
         if holder in self._released:
             return []
         cursor = self._cursors[consumer]
-        cursor.working[holder] = frozenset()
+        cursor.working[holder] = frozenset(holding)
+        if any(order in cursor.deaths for order in holding):
+            return []
         taken = [order for order in cursor.waiting[:at_most] if cursor.admits(order)]
         suspects = [order for order in taken if order in cursor.deaths]
         if suspects:
-            taken = taken[: max(taken.index(suspects[0]), 1)]
+            taken = taken[: max(taken.index(suspects[0]), 0 if holding else 1)]
         elif fill and len(taken) < at_most and self._more_to_come(cursor):
             return []
+        if share:
+            taken = taken[: cursor.share_of(holder, sum(map(cursor.admits, cursor.waiting)))]
         for order in taken:
             cursor.waiting.remove(order)
             cursor.leased[order] = _Lease(holder, math.inf if keep else self._clock() + self.lease_s)
-        cursor.working[holder] = frozenset(taken)
+        cursor.working[holder] |= frozenset(taken)
         return [self._items[order] for order in taken]
 
     def renew(self, consumer: str, holder: str) -> None:
@@ -326,6 +346,14 @@ class _Cursor:
     def blames(self, order: int) -> bool:
         """Whether the holder of this group is at work on it."""
         return order in self.working.get(self.leased[order].holder, ())
+
+    def share_of(self, holder: str, num_more: int) -> int:
+        """Of `num_more` groups, those that bring a holder to an equal part of all; those that it has count."""
+        loads = dict.fromkeys(self.working, 0)
+        for lease in self.leased.values():
+            loads[lease.holder] = loads.get(lease.holder, 0) + 1
+        equal = math.ceil((sum(loads.values()) + num_more) / len(loads))
+        return max(equal - loads[holder], 0)
 
     def forget(self, order: int) -> None:
         self.leased.pop(order, None)

@@ -271,11 +271,11 @@ class EdgeActor:
         at_most: int,
         *,
         holder: str,
-        fill: bool = False,
-        keep: bool = False,
         timeout_s: float = 10.0,
+        **how: Any,
     ) -> Lease:
-        """Up to `at_most` groups; waits up to `timeout_s` for the first, then comes back empty."""
+        """Up to `at_most` groups, as EdgeQueue.lease gives them; waits up to `timeout_s` for the first, then comes back
+        empty."""
         begun = time.monotonic()
         while True:
             if self._queue.failure is not None:
@@ -283,13 +283,16 @@ class EdgeActor:
             items: Sequence[Item] = ()
             drained = ended = False
             if self._opened:
-                items = self._queue.lease(consumer, at_most, holder=holder, fill=fill, keep=keep)
+                items = self._queue.lease(consumer, at_most, holder=holder, **how)
                 drained, ended = self._queue.drained(consumer), self._queue.ended(consumer, holder)
             waited_s = time.monotonic() - begun
             if items or ended or waited_s >= timeout_s:
                 self._metrics.waited_for_lease(waited_s)
                 return Lease(items=tuple(items), drained=drained, ended=ended)
             await self._wait(min(timeout_s - waited_s, 1.0))
+
+    async def expect(self, consumer: str, holder: str) -> None:
+        self._queue.expect(consumer, holder)
 
     async def ack(self, consumer: str, orders: Sequence[int]) -> None:
         self._queue.ack(consumer, orders)

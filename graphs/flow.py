@@ -156,6 +156,8 @@ class Flow:
         self._release(stage, number, "")
         holder = self._holders[stage, number] = f"{stage}/{number}/{next(self._numbers)}"
         inlet = self._crew.edges[self._inlet_of(stage)] if self._graph.inputs_of(stage) else None
+        if inlet is not None:
+            inlet.expect.remote(stage, holder)
         self._crew.edges[stage].pull.remote(number, self._crew.hosts[stage][number][0], holder, inlet)
 
     def _consumers_of(self, producer: str) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -27,19 +28,17 @@ import ray
 from rollstream.graphs.edge_actor import Lease, PeerDied, UpstreamFailed
 from rollstream.graphs.fetch import fetch
 from rollstream.graphs.item import Item, Leg, Part
+from rollstream.graphs.rollout_loop import CALL_S, RolloutLoop
 from rollstream.graphs.stats import StageStats
 from rollstream.graphs.wait import ask, get_all
-from rollstream.graphs.weights import Published, bucketed
+from rollstream.graphs.weights import bucketed
 from rollstream.stages.base import Filtered, MapStage, Metric, RolloutStage, Source, Stage, UpdateStage, World
-from rollstream.stages.errors import ProcessDied, StageError
+from rollstream.stages.errors import EngineDied, ProcessDied, StageError
 from rollstream.stages.schema import compact, join_columns, num_tokens
 
 T = TypeVar("T")
 #: What the edge behind a stage gets of each group.
 Produced = tuple[Item, pa.RecordBatch | None]
-
-#: How long one object or one call between actors may take.
-CALL_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,6 @@ class StageHost:
     def __init__(self, stage: Stage[Any, Any], world: World):
         self._stage = stage
         self._links = Links()
-        self._version = -1
         self._set_up = False
         self._started = time.monotonic()
         self._busy_s = 0.0
@@ -169,35 +167,20 @@ class StageHost:
         )
 
     def _produce_rollouts(self, stage: RolloutStage[Any, Any], holder: str) -> Iterator[Produced]:
-        for items in self._leases(holder, at_most=stage.groups_per_batch, fill=True):
-            begun = time.time()
-            self._take_weights(stage)
-            prompts = [self._fetch(item) for item in items]
-            by_group = {item.group_id: item for item in items}
-            samples = stage.run(prompts)
-            what = ", ".join(by_group)
-            while (group := self._work(what, lambda samples=samples: next(samples, None))) is not None:
-                head = self._head(group, version=self._version, begun=begun)
-                item = by_group.pop(head.group_id, None)
-                if item is None:
-                    raise StageError(stage.name, head.group_id, "It put out this group twice, or was never given it.")
-                yield dataclasses.replace(head, trail=(*item.trail, *head.trail)), compact(group)
-            if by_group:
-                raise StageError(stage.name, ", ".join(by_group), "It ended without samples for these groups.")
-
-    def _take_weights(self, stage: RolloutStage[Any, Any]) -> None:
-        """The newest weights, if they are newer than those that the engine has. Where nobody sends any, those that it
-        was set up with are version 0."""
-        if self._links.weights is None:
-            self._version = 0
-            return
-        newest: Published = ask(lambda: self._links.weights.latest.remote(), "the weight store", timeout_s=CALL_S)
-        if newest.version == self._version:
-            return
-        buckets = get_all(newest.buckets, f"weights of version {newest.version}", timeout_s=CALL_S)
-        tensors = [pair for bucket in buckets for pair in bucket]
-        self._work(f"weights {newest.version}", lambda: stage.load_weights(newest.version, tensors))
-        self._version = newest.version
+        loop = RolloutLoop(stage, holder, inlet=self._links.inlet, store=self._links.weights, fetch=self._fetch)
+        try:
+            while not loop.ended:
+                loop.lease()
+                if not loop.busy:
+                    continue
+                self._work(loop.task, loop.begin, since=loop.since)
+                while (done := self._work(loop.task, loop.take, since=loop.since)) is not None:
+                    item, group, begun = done
+                    head = self._head(group, version=item.version, begun=begun)
+                    yield dataclasses.replace(head, trail=(*item.trail, *head.trail)), compact(group)
+        except EngineDied as error:
+            self._end_with(str(error))
+            raise PeerDied(str(error)) from None
 
     def _leases(self, holder: str, at_most: int, *, fill: bool = False) -> Iterator[tuple[Item, ...]]:
         name = self._stage.name
@@ -275,19 +258,27 @@ class StageHost:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _work(self, subject: str, do: Callable[[], T]) -> T:
-        """Does it, timed; an error goes on as a StageError with its own traceback."""
-        self._working = (subject, time.monotonic())
+    def _end_with(self, why: str) -> None:
+        """The engine is gone and all it had with it: so is this process, soon. Ray starts it again."""
+        print(f"rollstream: stage {self._stage.name}: {why}: its process is started again", file=sys.stderr)  # noqa: T201
+        self._stage.close()
+        threading.Timer(1.0, os._exit, [1]).start()  # the caller hears of it before
+
+    def _work(self, subject: str, do: Callable[[], T], *, since: float | None = None) -> T:
+        """Does it, timed; an error goes on as a StageError with its own traceback. `since` says when the work began,
+        where this is a part of it."""
+        begun = time.monotonic()
+        self._working = (subject, begun if since is None else since)
         try:
             return self._carry(subject, do)
         finally:
-            self._busy_s += time.monotonic() - self._working[1]
+            self._busy_s += time.monotonic() - begun
             self._working = None
 
     def _carry(self, subject: str, do: Callable[[], T]) -> T:
         try:
             return do()
-        except StageError:
+        except (StageError, EngineDied, UpstreamFailed):
             raise
         except BaseException as error:  # noqa: BLE001 - the process boundary: carried on, whole
             raise StageError(self._stage.name, subject, "".join(traceback.format_exception(error))) from None

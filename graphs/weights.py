@@ -1,15 +1,18 @@
 """The weight edge: versioned weights from the update stage to whoever samples with them.
 
-    ActorUpdate.weights() --publish(version, buckets)--> WeightStore --latest()--> Rollout, before it samples
+    ActorUpdate.weights() --publish(version, buckets)--> WeightStore --latest()--> Rollout
 
 Weights travel as buckets of tensors in the object store, put there by the update stage's rank 0; only the newest
-version is kept. A rollout host asks for the newest before each batch, so no batch mixes versions.
+version is kept. A rollout host takes the newest before it begins a group; rollout_loop.py says when else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +68,7 @@ class WeightStore:
 
     def __init__(self) -> None:
         self._newest: Published | None = None
-        self._published = asyncio.Event()
+        self._published = asyncio.Condition()
 
     async def stay(self) -> None:
         """Never answers: its error is how the runner learns of this actor's death."""
@@ -74,13 +77,20 @@ class WeightStore:
     async def publish(self, version: int, buckets: Sequence[Any]) -> None:
         if self._newest is not None:
             assert version >= self._newest.version, f"version {version} after {self._newest.version}"
-        self._newest = Published(version=version, buckets=tuple(buckets))
-        self._published.set()
+        async with self._published:
+            self._newest = Published(version=version, buckets=tuple(buckets))
+            self._published.notify_all()
 
-    async def latest(self) -> Published:
-        """The newest version; waits for the first."""
-        await self._published.wait()
-        assert self._newest is not None
+    async def latest(self, than: int = -1, *, timeout_s: float = math.inf) -> Published | None:
+        """The newest version; waits for one that is newer than `than`, None where none comes in time."""
+        give_up = time.monotonic() + timeout_s
+        async with self._published:
+            while self._newest is None or self._newest.version <= than:
+                left_s = give_up - time.monotonic()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._published.wait(), None if left_s == math.inf else max(left_s, 0))
+                if time.monotonic() >= give_up and (self._newest is None or self._newest.version <= than):
+                    return None
         return self._newest
 
 

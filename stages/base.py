@@ -4,7 +4,7 @@ Kinds, by what the hook takes and gives:
 
     Source        rows(skip) -> groups of Prompted              prompts
     MapStage      process(group) -> the columns it adds         reward, reference log-probabilities, advantage
-    RolloutStage  generate(groups) -> new groups, as they end   rollout; takes new weights
+    RolloutStage  submit(group); finished() -> new groups       rollout; takes new weights
     UpdateStage   update(groups) -> metrics; owns the weights   actor
 
 Calling a stage on a stream wires it; pyright checks the schemas, and so does the call:
@@ -22,6 +22,7 @@ the process that runs it, where `setup(world)` loads what is heavy. Nothing heav
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,32 +33,47 @@ from typing import Any, ClassVar, Generic, TypeVar, get_args
 import numpy as np
 import pyarrow as pa
 
-from rollstream.stages.errors import ConfigError, WiringError
+from rollstream.stages.errors import ConfigError, StalledError, WiringError
 from rollstream.stages.schema import Schema, join_columns, validate
 
 S_co = TypeVar("S_co", bound=Schema, covariant=True)
 In = TypeVar("In", bound=Schema)
 Out = TypeVar("Out", bound=Schema)
 
-#: A metric on its way: (sum, count). The mean is taken once, at the end.
+#: A metric on its way: (sum, count), whose mean is taken once, at the end. In place of a count stands `LARGEST` or
+#: `SMALLEST` where it is not a mean that is wanted.
 Metric = tuple[float, float]
+
+LARGEST, SMALLEST = math.inf, -math.inf
 
 
 class Metrics:
-    """Sums and counts by name, so that means are right however a batch was cut.
+    """Sums and counts by name, so that means are right however a batch was cut; and largest and smallest values.
 
     >>> m = Metrics()
     >>> m.add("loss", 6.0, 3); m.add("loss", 2.0)
+    >>> m.add("norm_max", 0.5, LARGEST); m.add("norm_max", 0.25, LARGEST)
     >>> m.means()
-    {'loss': 2.0}
+    {'loss': 2.0, 'norm_max': 0.5}
     """
 
     def __init__(self, sums: Mapping[str, Metric] | None = None):
         self.sums: dict[str, Metric] = dict(sums or {})
 
     def add(self, name: str, total: float, count: float = 1.0) -> None:
-        old = self.sums.get(name, (0.0, 0.0))
-        self.sums[name] = (old[0] + float(total), old[1] + float(count))
+        """A sum over `count` values, or one value with `LARGEST` or `SMALLEST`; a name is of one kind always."""
+        total, count = float(total), float(count)
+        if name not in self.sums:
+            self.sums[name] = (total, count)
+            return
+        old, old_count = self.sums[name]
+        if not math.isinf(count) and not math.isinf(old_count):
+            self.sums[name] = (old + total, old_count + count)
+            return
+        assert count == old_count, f"{name} is of two kinds: counts {old_count} and {count}"
+        beyond = total > old if count == LARGEST else total < old
+        if beyond or math.isnan(total):
+            self.sums[name] = (total, count)
 
     def merge(self, other: Mapping[str, Metric]) -> None:
         for name, (total, count) in other.items():
@@ -69,8 +85,8 @@ class Metrics:
         return sums
 
     def means(self) -> dict[str, float]:
-        """Mean of each metric that has a count."""
-        return {name: total / count for name, (total, count) in self.sums.items() if count}
+        """Mean of each metric that has a count; the value of each that is a largest or smallest."""
+        return {n: total if math.isinf(count) else total / count for n, (total, count) in self.sums.items() if count}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,31 +232,62 @@ class MapStage(Stage[In, Out]):
 
 
 class RolloutStage(Stage[In, Out]):
-    """Turns prompts into samples with weights that change under way."""
+    """Turns prompts into samples with weights that change under way.
+
+    A stage that is not `continuous` is given up to `groups_in_flight` groups, then asked for what came of them until
+    all have come, and takes weights only in between. A continuous one is given groups as others end.
+    """
 
     uses_device = True
 
+    @property
     @abstractmethod
-    def generate(self, groups: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """New groups, each put out as soon as it is complete."""
+    def groups_in_flight(self) -> int:
+        """How many groups it may have at once."""
+
+    @property
+    def continuous(self) -> bool:
+        """Whether it takes groups while others are under way."""
+        return False
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether it takes weights while groups are under way; needs `continuous`."""
+        return False
+
+    @abstractmethod
+    def submit(self, group: pa.RecordBatch) -> None:
+        """Takes a prompt in."""
+
+    @abstractmethod
+    def finished(self, timeout_s: float) -> pa.RecordBatch | None:
+        """The next group that is complete; None where none is in time. A stage that is not continuous works here, for
+        as long as it takes. Raises EngineDied where its engine's process is gone."""
 
     @abstractmethod
     def load_weights(self, version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
-        """Takes the weights of `version` in Hugging Face names; the next `generate` uses them."""
-
-    @property
-    @abstractmethod
-    def groups_per_batch(self) -> int:
-        """How many groups one call of `generate` takes at most."""
+        """Takes the weights of `version` in Hugging Face names; all that is sampled from then on comes of them."""
 
     def __call__(self, stream: Stream[In]) -> Stream[Out]:
         check_wiring(self, stream, self.consumes)
         return self._wire(stream=stream)
 
-    def run(self, groups: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """`generate`, checked."""
-        for group in self.generate(groups):
+    def take(self, timeout_s: float) -> pa.RecordBatch | None:
+        """`finished`, checked."""
+        group = self.finished(timeout_s)
+        if group is not None:
             validate(group, self.produces.columns, self.produces.nullable, self.name)
+        return group
+
+    def run(self, groups: Sequence[pa.RecordBatch], *, timeout_s: float = 600.0) -> Iterator[pa.RecordBatch]:
+        """What comes of these groups and no others, as they end; for use outside a graph. Raises StalledError where
+        none ends for `timeout_s`."""
+        for group in groups:
+            self.submit(group)
+        for _ in groups:
+            group = self.take(timeout_s)
+            if group is None:
+                raise StalledError(f"{self.name}: no group ended in {timeout_s:g} s")
             yield group
 
 

@@ -9,6 +9,7 @@
       StageError (RuntimeError)   a stage raised while running; names stage and sample, holds the traceback
         PluginError               a reward function raised; names the sample
         ProcessDied               a stage's process died more often than it may
+      EngineDied                  the process behind a rollout engine is gone; its stage's process is started again
       StalledError                nothing moved for the stall limit; names the stage, the group and its age
 
 `ConfigError` and its kin list every fault found, not only the first. What raises ends the run: the original error comes
@@ -91,6 +92,10 @@ class PluginError(StageError):
 
 class ProcessDied(StageError):
     """A process died, and was not started again or died too often; `subject` is empty."""
+
+
+class EngineDied(RollstreamError):
+    """A rollout engine's own process is gone or does not answer: nothing that it was given will come back."""
 
 
 class StalledError(RollstreamError):

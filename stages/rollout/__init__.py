@@ -2,6 +2,7 @@
 
 engine      what an engine is: requests in, samples out, weights in
 hf_engine   the engine inside transformers; with its sampler, its random numbers and its weight loading
+vllm_engine vLLM; its settings, one sample's course, and what runs in vLLM's own processes (plugin, transfer)
 rows        samples as Arrow columns
 stage       `Rollout`, the stage
 """

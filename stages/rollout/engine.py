@@ -1,7 +1,7 @@
 """What a generation engine is: token ids in, token ids with log-probabilities out, weights in.
 
-Request (a prompt, the ids of its samples)  --generate-->  Sample, Sample, ...    a group at a time, as each ends
-(version, named arrays)                     --load_weights-->  used by what is generated from then on
+Request (a prompt, the ids of its samples)  --submit-->  ...  --finished-->  (request id, its samples), as each ends
+(version, named arrays)                     --load_weights-->  used for every token that is sampled from then on
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from rollstream.stages.errors import StalledError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +30,19 @@ class Sampling:
     max_tokens: int
     #: Tokens that end a response, besides the model's own end-of-sequence tokens.
     stop_token_ids: tuple[int, ...] = ()
-    #: With the sample's id, fixes the random numbers of the sample.
-    seed: int = 0
+    #: With the sample's id, fixes the random numbers of the sample; None: the engine's own, other ones in each process.
+    seed: int | None = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A prompt and the samples wanted of it, one for each of `sample_ids`."""
 
-    group_id: str
+    #: Names the request in what comes back, and in errors.
+    request_id: str
     prompt_ids: Sequence[int]
     sample_ids: Sequence[str]
+    sampling: Sampling
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,30 +66,56 @@ class Engine(Protocol):
     The smallest engine, which says nothing:
 
         class Mute:
-            def generate(self, requests, sampling):
-                for r in requests:
-                    yield r.group_id, [Sample(response_ids=np.array([2], np.int32), logprobs=np.zeros(1, np.float32),
-                                              versions=np.zeros(1, np.int32), finish_reason="stop")] * len(r.sample_ids)
+            continuous = False
+            def __init__(self): self.ended = []
+            def submit(self, r):
+                mute = Sample(response_ids=np.array([2], np.int32), logprobs=np.zeros(1, np.float32),
+                              versions=np.zeros(1, np.int32), finish_reason="stop")
+                self.ended.append((r.request_id, [mute] * len(r.sample_ids)))
+            def finished(self, timeout_s): return self.ended.pop() if self.ended else None
             def load_weights(self, version, tensors): ...
             def close(self): ...
     """
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[str, list[Sample]]]:
-        """(group_id, samples in the order of sample_ids) of each request, in the order in which they end.
+    #: Whether requests may be submitted, and weights loaded, while others are generated from. Otherwise all that was
+    #: submitted is generated from as one batch, once `finished` is called.
+    continuous: bool
 
-        Raises StageError naming the group for an empty prompt, a token id outside the vocabulary, a prompt that fills
-        the model's context, and logits that are not finite. A response that would outgrow the context ends early with
-        finish reason "length".
+    def submit(self, request: Request) -> None:
+        """Takes a request in.
+
+        Raises StageError naming it for an empty prompt, a token id outside the vocabulary and a prompt that fills the
+        model's context. A response that would outgrow the context ends early with finish reason "length".
+        """
+        ...
+
+    def finished(self, timeout_s: float) -> tuple[str, list[Sample]] | None:
+        """(request_id, samples in the order of sample_ids) of the request that ended next; None where none did in time.
+
+        Raises StageError naming a sample whose logits are not finite, and EngineDied.
         """
         ...
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
         """Replaces all weights by arrays in Hugging Face names.
 
-        Raises StageError listing names that are unknown, missing or of another shape.
+        Raises StageError listing names that are unknown, missing or of another shape, and EngineDied.
         """
         ...
 
     def close(self) -> None:
-        """Frees the model."""
+        """Frees the model, and ends the engine's processes."""
         ...
+
+
+def generate(
+    engine: Engine, requests: Sequence[Request], *, timeout_s: float = 600.0
+) -> Iterator[tuple[str, list[Sample]]]:
+    """What comes of these requests and no others, as they end. Raises StalledError where none ends for `timeout_s`."""
+    for request in requests:
+        engine.submit(request)
+    for _ in requests:
+        done = engine.finished(timeout_s)
+        if done is None:
+            raise StalledError(f"no request ended in {timeout_s:g} s")
+        yield done

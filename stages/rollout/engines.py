@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from rollstream.stages.rollout.engine import Engine
+from typing import TYPE_CHECKING
+
+from rollstream.stages.rollout.engine import Engine, Sampling
+
+if TYPE_CHECKING:
+    from rollstream.stages.rollout.stage import Rollout
 
 #: Names that `make_engine` knows.
-ENGINES: tuple[str, ...] = ("transformers",)
+ENGINES: tuple[str, ...] = ("transformers", "vllm")
 
 
-def make_engine(name: str, model: str, *, dtype: str, stage: str) -> Engine:
-    """The engine called `name` with the model of folder `model`; its errors name `stage`."""
-    assert name in ENGINES, name
-    from rollstream.stages.rollout.hf_engine import TransformersEngine
+def make_engine(config: Rollout.Config, sampling: Sampling, *, stage: str) -> Engine:
+    """The engine that the settings ask for; its errors name `stage`."""
+    if config.engine == "transformers":
+        from rollstream.stages.rollout.hf_engine import TransformersEngine
 
-    return TransformersEngine(model, dtype=dtype, stage=stage)
+        return TransformersEngine(config.model, dtype=config.dtype, stage=stage)
+    assert config.engine == "vllm", config.engine
+    from rollstream.stages.rollout.vllm_engine import VllmEngine
+
+    return VllmEngine(
+        config.model,
+        dtype=config.dtype,
+        stage=stage,
+        sampling=sampling,
+        updates=config.weight_updates or "resume",
+        timeout_s=config.engine_timeout_s,
+        args=config.engine_args,
+    )

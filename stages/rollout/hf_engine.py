@@ -1,6 +1,6 @@
 """The engine inside transformers: its `generate`, in this process, a batch of prompts at a time.
 
-    requests -> checked, cut into batches that may grow by the same number of tokens
+    requests -> checked; those of one sampling that may grow by the same number of tokens are a batch
     batch    -> left-padded prompts run once -> cache repeated for the samples -> generate with `Sampler`
              -> rows cut at their stop token -> Samples
 
@@ -9,8 +9,10 @@ All groups of a batch come out when its longest sample has ended; weights are re
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections import defaultdict
+import secrets
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, L
 from rollstream.stages.errors import StageError
 from rollstream.stages.rollout.engine import Request, Sample, Sampling
 from rollstream.stages.rollout.hf_weights import copy_weights
+from rollstream.stages.rollout.model_limits import ModelLimits
 from rollstream.stages.rollout.sampler import Sampler
 
 
@@ -33,6 +36,8 @@ class TransformersEngine:
     make samples that the trainer's probabilities do not describe.
     """
 
+    continuous = False
+
     def __init__(self, model: str, *, dtype: str, stage: str):
         self._stage = stage
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,23 +45,28 @@ class TransformersEngine:
             model, dtype=getattr(torch, dtype), local_files_only=True
         )
         self._model.eval().to(self._device)
-        config = self._model.config.get_text_config()
-        self._vocabulary = int(self._model.get_input_embeddings().num_embeddings)
-        self._max_positions: int | None = getattr(config, "max_position_embeddings", None)
-        self._eos_ids = _eos_ids(self._model.generation_config, config)
+        self._limits = ModelLimits.of(model)
         self._model.generation_config = GenerationConfig()
         self._version = 0
+        self._free_seed = secrets.randbits(48)
+        self._waiting: list[tuple[Request, int]] = []  # with the tokens that a response may have
+        self._ended: deque[tuple[str, list[Sample]]] = deque()
         # The argument's name differs between releases of transformers.
         known = inspect.signature(self._model.prepare_inputs_for_generation).parameters
         self._cache_argument = "cache" if "cache" in known else "past_key_values"
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[str, list[Sample]]]:
-        """See `Engine.generate`."""
-        batches: dict[int, list[Request]] = defaultdict(list)
-        for request in requests:
-            batches[self._budget(request, sampling.max_tokens)].append(request)
-        for budget, batch in batches.items():
-            yield from self._generate_batch(batch, sampling, budget)
+    def submit(self, request: Request) -> None:
+        """See `Engine.submit`."""
+        self._waiting.append((request, self._limits.budget(request, self._stage)))
+
+    def finished(self, timeout_s: float) -> tuple[str, list[Sample]] | None:
+        """See `Engine.finished`: generates from the next batch of what waits, however long that takes."""
+        if not self._ended and self._waiting:
+            alike = self._kind(*self._waiting[0])
+            batch = [request for request, budget in self._waiting if self._kind(request, budget) == alike]
+            self._waiting = [(r, budget) for r, budget in self._waiting if self._kind(r, budget) != alike]
+            self._ended.extend(self._generate_batch(batch, *alike))
+        return self._ended.popleft() if self._ended else None
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
         """See `Engine.load_weights`."""
@@ -69,29 +79,20 @@ class TransformersEngine:
         """See `Engine.close`."""
         self._model = None
 
-    def _budget(self, request: Request, max_tokens: int) -> int:
-        """Tokens that the response may have; raises StageError for a prompt that the model cannot take."""
-        ids, limit = request.prompt_ids, self._max_positions
-        bad = [i for i in ids if not 0 <= i < self._vocabulary]
-        if not len(ids):
-            fault = "A prompt must have at least one token, got none."
-        elif bad:
-            fault = (
-                f"Prompt token ids must be from 0 to {self._vocabulary - 1}, got {bad[:5]}: is it another tokenizer's?"
-            )
-        elif limit is not None and len(ids) >= limit:
-            fault = f"A prompt must be shorter than the model's context of {limit} tokens, got {len(ids)}."
-        else:
-            return max_tokens if limit is None else min(max_tokens, limit - len(ids))
-        raise StageError(self._stage, f"group {request.group_id}", fault)
+    @staticmethod
+    def _kind(request: Request, budget: int) -> tuple[Sampling, int]:
+        """Requests of one kind are generated from together."""
+        return request.sampling, budget
 
     @torch.inference_mode()
     def _generate_batch(self, batch: list[Request], sampling: Sampling, budget: int) -> list[tuple[str, list[Sample]]]:
         repeats = torch.tensor([len(r.sample_ids) for r in batch], device=self._device)
         prompts, mask = self._pad([r.prompt_ids for r in batch])
         sample_ids = [i for r in batch for i in r.sample_ids]
+        if sampling.seed is None:
+            sampling = dataclasses.replace(sampling, seed=self._free_seed)
         sampler = Sampler(sample_ids, sampling, max_tokens=budget, stage=self._stage, device=self._device)
-        stop_ids = sorted({*self._eos_ids, *sampling.stop_token_ids})
+        stop_ids = sorted({*self._limits.eos_ids, *sampling.stop_token_ids})
         self._model.generate(
             prompts.repeat_interleave(repeats, 0),
             attention_mask=mask.repeat_interleave(repeats, 0),
@@ -102,7 +103,7 @@ class TransformersEngine:
             **self._prefilled(prompts, mask, repeats),
         )
         samples = iter(_cut(*sampler.result(), stop_ids, self._version))
-        return [(r.group_id, [next(samples) for _ in r.sample_ids]) for r in batch]
+        return [(r.request_id, [next(samples) for _ in r.sample_ids]) for r in batch]
 
     def _pad(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Token ids and mask, [rows, longest prompt], padded on the left."""
@@ -134,13 +135,6 @@ class TransformersEngine:
         rows = torch.arange(len(repeats), device=self._device).repeat_interleave(repeats)
         cache.batch_select_indices(rows)
         return {self._cache_argument: cache}
-
-
-def _eos_ids(generation_config: GenerationConfig, config: Any) -> frozenset[int]:
-    """End-of-sequence tokens: the generation settings' where they name any, else the model's."""
-    ids = getattr(generation_config, "eos_token_id", None)
-    ids = getattr(config, "eos_token_id", None) if ids is None else ids
-    return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
 
 def _cut(tokens: Tensor, logprobs: Tensor, stop_ids: list[int], version: int) -> Iterator[Sample]:

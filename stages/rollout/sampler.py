@@ -29,6 +29,7 @@ class Sampler:
         self._sample_ids, self._sampling, self._stage = sample_ids, sampling, stage
         self._uniforms: Tensor | None = None
         if sampling.temperature > 0:
+            assert sampling.seed is not None, "the engine chooses one where the user does not"
             self._uniforms = torch.from_numpy(uniforms(sampling.seed, sample_ids, max_tokens)).to(device)
         self._filters: list[LogitsProcessor] = []
         if sampling.top_k is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ import pyarrow as pa
 from rollstream.stages.base import RolloutStage, Stage, World
 from rollstream.stages.errors import check_rules
 from rollstream.stages.names import DTYPES, known_names
+from rollstream.stages.rollout import vllm_settings
 from rollstream.stages.rollout.engine import Engine, Request, Sample, Sampling
 from rollstream.stages.rollout.engines import ENGINES, make_engine
 from rollstream.stages.rollout.rows import rollout_rows
+from rollstream.stages.rollout.vllm_settings import WEIGHT_UPDATES
 from rollstream.stages.schema import Prompted, Rollouts
 
 
@@ -48,14 +50,24 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
         max_tokens: int
         #: Tokens that end a response, besides the model's own end-of-sequence tokens.
         stop_token_ids: tuple[int, ...] = ()
-        #: Prompts that are generated from together.
-        groups_per_batch: int = 16
-        #: With a sample's id, fixes the random numbers of the sample.
-        seed: int = 0
-        #: What generates: "transformers".
+        #: Prompts that are generated from at once, by each replica; None: 16 with transformers, 128 with vllm.
+        groups_in_flight: int | None = None
+        #: With a sample's id, fixes the random numbers of the sample; None leaves them to the engine, which is faster
+        #: with vllm on a GPU.
+        seed: int | None = 0
+        #: What generates: "transformers", a batch at a time, or "vllm".
         engine: str = "transformers"
         #: Number format of the weights: "float32" or "bfloat16".
         dtype: str = "float32"
+        #: vllm: further settings of its AsyncEngineArgs, such as {"tensor_parallel_size": 2}.
+        engine_args: Mapping[str, Any] = field(default_factory=lambda: {})
+        #: How new weights come in: "between" requests, once all have ended; or during them, which takes vllm: "resume"
+        #: cuts them off and goes on with their past computed again, "recompute" does so without cutting them off,
+        #: "keep" goes on with the past (KV cache) of the old weights. Each token's version is recorded. None: "between"
+        #: with transformers, "resume" with vllm.
+        weight_updates: str | None = None
+        #: vllm: a core that gives no answer for so long is ended, and the stage's process started again.
+        engine_timeout_s: float = 60.0
 
         def __post_init__(self) -> None:
             rules = [
@@ -75,7 +87,25 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
                     min(self.stop_token_ids, default=0) >= 0,
                     f"stop_token_ids must be 0 or above, got {self.stop_token_ids}",
                 ),
-                (self.groups_per_batch >= 1, f"groups_per_batch must be at least 1, got {self.groups_per_batch}"),
+                (
+                    self.groups_in_flight is None or self.groups_in_flight >= 1,
+                    f"groups_in_flight must be at least 1, got {self.groups_in_flight}",
+                ),
+                (self.engine_timeout_s > 0, f"engine_timeout_s must be above 0, got {self.engine_timeout_s}"),
+                (
+                    self.weight_updates in (None, *WEIGHT_UPDATES),
+                    f"weight_updates is not known, got {self.weight_updates!r}: "
+                    + known_names(str(self.weight_updates), WEIGHT_UPDATES),
+                ),
+                (
+                    self.engine == "vllm" or self.weight_updates in (None, "between"),
+                    f"weight_updates={self.weight_updates!r} needs engine='vllm': transformers takes weights between "
+                    "its batches",
+                ),
+                (
+                    self.engine == "vllm" or not self.engine_args,
+                    f"engine_args={dict(self.engine_args)} are vLLM's: set engine='vllm', or leave them out",
+                ),
                 (
                     self.engine in ENGINES,
                     f"engine is not known, got {self.engine!r}: " + known_names(self.engine, ENGINES),
@@ -90,10 +120,20 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
         super().__init__(config, name=name)
         self._engine: Engine | None = None
         self._tokenizer: Any = None
+        self._prompts: dict[str, pa.RecordBatch] = {}  # under way, by group
+        self._busy_s = 0.0
 
     @property
-    def groups_per_batch(self) -> int:
-        return self.config.groups_per_batch
+    def groups_in_flight(self) -> int:
+        return self.config.groups_in_flight or (128 if self.continuous else 16)
+
+    @property
+    def continuous(self) -> bool:
+        return self.config.engine == "vllm"
+
+    @property
+    def updates_in_flight(self) -> bool:
+        return self.continuous and self.config.weight_updates != "between"
 
     def faults(self) -> list[str]:
         """Whether the folder holds a model and a tokenizer, and whether the settings fit the model."""
@@ -112,6 +152,8 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
             faults.append(
                 f"max_tokens must be below the model's context of {context} tokens, got {self.config.max_tokens}"
             )
+        if self.config.engine == "vllm":
+            faults += vllm_settings.faults(self.config.engine_args, self._sampling())
         return faults
 
     def setup(self, world: World) -> None:
@@ -121,32 +163,44 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
         if world.threads:
             torch.set_num_threads(world.threads)
         self._tokenizer = AutoTokenizer.from_pretrained(self.config.model, local_files_only=True)
-        self._engine = make_engine(self.config.engine, self.config.model, dtype=self.config.dtype, stage=self.name)
+        self._engine = make_engine(self.config, self._sampling(), stage=self.name)
 
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
-        assert self._engine is not None, "setup comes first"
-        self._engine.load_weights(version, tensors)
+        self.engine.load_weights(version, tensors)
 
-    def generate(self, groups: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def submit(self, group: pa.RecordBatch) -> None:
+        group_id = group.column("group_id")[0].as_py()
+        assert group_id not in self._prompts, "group ids must differ"
+        self.engine.submit(
+            Request(
+                request_id=group_id,
+                prompt_ids=group.column("prompt_ids")[0].as_py(),
+                sample_ids=self._sample_ids(group_id),
+                sampling=self._sampling(),
+            )
+        )
+        self._prompts[group_id] = group
+
+    def finished(self, timeout_s: float) -> pa.RecordBatch | None:
+        begun_s = time.perf_counter()
+        done = self.engine.finished(timeout_s)
+        self._busy_s += time.perf_counter() - begun_s
+        if done is None:
+            return None
+        group_id, samples = done
+        texts = self._decode(samples)
+        self._measure(samples, texts)
+        return rollout_rows(self._prompts.pop(group_id), self._sample_ids(group_id), samples, texts)
+
+    @property
+    def engine(self) -> Engine:
+        """What `setup` made."""
         assert self._engine is not None, "setup comes first"
-        prompts = {group.column("group_id")[0].as_py(): group for group in groups}
-        assert len(prompts) == len(groups), "group ids of a batch must differ"
-        requests = [self._request(group_id, group) for group_id, group in prompts.items()]
-        ended = self._engine.generate(requests, self._sampling())
-        while True:
-            start_s = time.perf_counter()
-            group_id, samples = next(ended, (None, []))
-            if group_id is None:
-                return
-            seconds = time.perf_counter() - start_s
-            texts = self._decode(samples)
-            self._measure(samples, texts, seconds)
-            sample_ids = self._sample_ids(group_id)
-            yield rollout_rows(prompts[group_id], sample_ids, samples, texts)
+        return self._engine
 
     def _sampling(self) -> Sampling:
         c = self.config
@@ -162,18 +216,15 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
     def _sample_ids(self, group_id: str) -> list[str]:
         return [f"{group_id}.{i}" for i in range(self.config.n)]
 
-    def _request(self, group_id: str, group: pa.RecordBatch) -> Request:
-        prompt_ids = group.column("prompt_ids")[0].as_py()
-        return Request(group_id=group_id, prompt_ids=prompt_ids, sample_ids=self._sample_ids(group_id))
-
     def _decode(self, samples: Sequence[Sample]) -> list[str]:
         ids = [s.response_ids.tolist() for s in samples]
         return self._tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _measure(self, samples: Sequence[Sample], texts: Sequence[str], seconds: float) -> None:
+    def _measure(self, samples: Sequence[Sample], texts: Sequence[str]) -> None:
         num_tokens = sum(len(s.response_ids) for s in samples)
         num_samples = len(samples)
         self.metrics.add("rollout/response_tokens", num_tokens, num_samples)
         self.metrics.add("rollout/truncated", sum(s.finish_reason == "length" for s in samples), num_samples)
         self.metrics.add("rollout/empty", sum(not t.strip() for t in texts), num_samples)
-        self.metrics.add("rollout/tokens_per_s", num_tokens, seconds)
+        self.metrics.add("rollout/tokens_per_s", num_tokens, self._busy_s)
+        self._busy_s = 0.0

@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,26 +50,27 @@ class Echo(RolloutStage[Prompted, Rollouts]):
         response_chars: int = 1
 
     version = -1
+    groups_in_flight = 2
 
-    @property
-    def groups_per_batch(self) -> int:
-        return 2
+    def submit(self, group: pa.RecordBatch) -> None:
+        self.__dict__.setdefault("groups", []).append(group)
 
-    def generate(self, groups: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for group in groups:
-            time.sleep(self.config.sleep_s)
-            if self.config.dies:
-                os._exit(7)
-            prompt = group.to_pylist()[0]
-            new = {
-                "response": "x" * self.config.response_chars,
-                "response_ids": [self.version],
-                "loss_mask": [True],
-                "finish_reason": "stop",
-            }
-            new |= {"rollout_logprobs": [0.0], "weight_version": [self.version]}
-            rows = [prompt | {"sample_id": f"{prompt['group_id']}.{i}"} | new for i in range(2)]
-            yield pa.RecordBatch.from_pylist(rows, schema=Rollouts.arrow())
+    def finished(self, timeout_s: float) -> pa.RecordBatch | None:
+        if not self.groups:
+            return None
+        time.sleep(self.config.sleep_s)
+        if self.config.dies:
+            os._exit(7)
+        prompt = self.groups.pop(0).to_pylist()[0]
+        new = {
+            "response": "x" * self.config.response_chars,
+            "response_ids": [self.version],
+            "loss_mask": [True],
+            "finish_reason": "stop",
+        }
+        new |= {"rollout_logprobs": [0.0], "weight_version": [self.version]}
+        rows = [prompt | {"sample_id": f"{prompt['group_id']}.{i}"} | new for i in range(2)]
+        return pa.RecordBatch.from_pylist(rows, schema=Rollouts.arrow())
 
     def load_weights(self, version, tensors) -> None:
         ((_, value),) = list(tensors)

@@ -45,8 +45,8 @@ class Prompts(Source[Prompted]):
 
 
 class Rollout(RolloutStage[Prompted, Rollouts]):
-    generate = load_weights = None
-    groups_per_batch = 2
+    submit = finished = load_weights = None
+    groups_in_flight = 2
 
 
 class Score(MapStage[Rollouts, Scored]):

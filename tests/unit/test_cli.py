@@ -37,8 +37,9 @@ class Numbers(Source[Prompted]):
     def fingerprint(self): return ""
 
 class Sampler(RolloutStage[Prompted, Rollouts]):
-    groups_per_batch = 1
-    def generate(self, groups): raise NotImplementedError
+    groups_in_flight = 1
+    def submit(self, group): raise NotImplementedError
+    def finished(self, timeout_s): raise NotImplementedError
     def load_weights(self, version, tensors): raise NotImplementedError
 
 class Train(UpdateStage[Rollouts, Trained]):

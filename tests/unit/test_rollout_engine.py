@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollstream.stages.errors import StageError
 from rollstream.stages.rollout.engine import Request, Sample, Sampling
+from rollstream.stages.rollout.engine import generate as run_engine
 from rollstream.stages.rollout.hf_engine import TransformersEngine
 
 VOCABULARY, CONTEXT, EOS = 48, 64, 1
@@ -57,8 +58,13 @@ def engine(folder: str) -> TransformersEngine:
 
 def generate(engine: TransformersEngine, groups: str = "abc", n: int = 3, **settings) -> dict[str, list[Sample]]:
     """Samples by group."""
-    requests = [Request(group_id=g, prompt_ids=PROMPTS[g], sample_ids=[f"{g}.{i}" for i in range(n)]) for g in groups]
-    return dict(engine.generate(requests, Sampling(**{"max_tokens": 12} | settings)))
+    sampling = Sampling(**{"max_tokens": 12} | settings)
+    requests = [request(g, PROMPTS[g], [f"{g}.{i}" for i in range(n)], sampling) for g in groups]
+    return dict(run_engine(engine, requests))
+
+
+def request(name: str, prompt_ids: list[int], sample_ids: list[str], sampling: Sampling) -> Request:
+    return Request(request_id=name, prompt_ids=prompt_ids, sample_ids=sample_ids, sampling=sampling)
 
 
 def tokens(samples: dict[str, list[Sample]]) -> dict[str, list[list[int]]]:
@@ -135,9 +141,10 @@ def test_the_models_own_end_of_sequence_token_stops(engine):
 
 
 def test_a_response_that_fills_the_context_ends_for_length(engine):
-    near = Request(group_id="near", prompt_ids=[3] * (CONTEXT - 2), sample_ids=["near.0"])
-    far = Request(group_id="far", prompt_ids=[3], sample_ids=["far.0"])
-    samples = dict(engine.generate([near, far], Sampling(max_tokens=5, temperature=0.0)))
+    sampling = Sampling(max_tokens=5, temperature=0.0)
+    near = request("near", [3] * (CONTEXT - 2), ["near.0"], sampling)
+    far = request("far", [3], ["far.0"], sampling)
+    samples = dict(run_engine(engine, [near, far]))
     assert (len(samples["near"][0].response_ids), samples["near"][0].finish_reason) == (2, "length")
     assert len(samples["far"][0].response_ids) == 5
 
@@ -152,9 +159,9 @@ def test_a_response_that_fills_the_context_ends_for_length(engine):
     ],
 )
 def test_a_prompt_that_the_model_cannot_take_names_its_group(engine, prompt_ids, fault):
-    request = Request(group_id="r000003.e0", prompt_ids=prompt_ids, sample_ids=["x"])
+    bad = request("r000003.e0", prompt_ids, ["x"], Sampling(max_tokens=1))
     with pytest.raises(StageError) as error:
-        list(engine.generate([request], Sampling(max_tokens=1)))
+        engine.submit(bad)
     assert error.value.subject == "group r000003.e0"
     assert fault in error.value.cause
 

@@ -18,8 +18,8 @@ class Numbers(Source[Prompted]):
 
 
 class Sampler(RolloutStage[Prompted, Rollouts]):
-    groups_per_batch = 1
-    generate = load_weights = lambda self, *_: None
+    groups_in_flight = 1
+    submit = finished = load_weights = lambda self, *_: None
 
 
 class Score(MapStage[Rollouts, Scored]):

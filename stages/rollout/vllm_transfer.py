@@ -1,0 +1,76 @@
+"""Weights for vLLM's workers by way of files in shared memory. Runs in vLLM's own processes.
+
+    start_weight_update    the model's layers are opened for new weights
+    update_weights         one file of tensors in Hugging Face names: checked, read by each worker, its shard kept
+    finish_weight_update   the layers are closed: repacked as the kernels want them
+
+Works wherever the workers see the sender's shared memory: on a CPU, where vLLM's own transfers (CUDA IPC, NCCL) do not
+run, and for engines that start late.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+
+@dataclass
+class Init(WeightTransferInitInfo):
+    """Nothing to agree on."""
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """A safetensors file, and the CRC-32 of its bytes where it is to be checked."""
+
+    path: str
+    crc32: int | None = None
+
+
+class SharedMemoryTransfer(WeightTransferEngine[Init, Update]):
+    """See the module's text."""
+
+    init_info_cls = Init
+    update_info_cls = Update
+
+    def init_transfer_engine(self, init_info: Init) -> None: ...
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: Any) -> None:
+        """Raises ValueError where the file is not what was sent. vLLM's own method waits for an accelerator, which a
+        CPU does not have."""
+        update = self.parse_update_info(update_info)
+        if update.crc32 is not None and (found := zlib.crc32(Path(update.path).read_bytes())) != update.crc32:
+            raise ValueError(f"weights arrived changed: CRC-32 {found:08x} where {update.crc32:08x} was sent")
+        self.receive_weights(update)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the file goes away when this returns
+
+    def receive_weights(self, update_info: Update) -> None:
+        with torch.inference_mode(), safe_open(update_info.path, "pt") as file:
+            model: Any = self.model
+            model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        modules: Any = self.model.modules()
+        for module in modules:
+            # On a CPU an output layer tied to the embedding would go on with the product prepared for the old weights.
+            weight = getattr(module, "weight", None)
+            if hasattr(module, "cpu_linear") and weight is not None and weight.numel():
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None: ...

@@ -58,20 +58,7 @@ class Tokens(RolloutStage[Prompted, Rollouts]):
     def finished(self, timeout_s: float) -> pa.RecordBatch | None:
         if not self.groups:
             return None
-        group = self.groups.pop(0)
-        prompt = group.take(pa.array([0] * NUM_SAMPLES, pa.int32()))
-        ids = pa.array([f"{group.column('group_id')[0].as_py()}.{draw}" for draw in range(NUM_SAMPLES)])
-        new = {
-            "sample_id": ids,
-            "response": pa.array(["text"] * NUM_SAMPLES),
-            "response_ids": per_token(np.arange(NUM_SAMPLES * NUM_TOKENS, dtype=np.int32)),
-            "loss_mask": per_token(np.ones(NUM_SAMPLES * NUM_TOKENS, dtype=np.bool_)),
-            "finish_reason": pa.array(["length"] * NUM_SAMPLES),
-            "rollout_logprobs": per_token(np.zeros(NUM_SAMPLES * NUM_TOKENS, dtype=np.float32)),
-            "weight_version": per_token(np.full(NUM_SAMPLES * NUM_TOKENS, self.version, dtype=np.int32)),
-        }
-        columns = {name: prompt.column(name) for name in prompt.schema.names} | new
-        return pa.RecordBatch.from_arrays([columns[name] for name in Rollouts.columns], schema=Rollouts.arrow())
+        return sampled(self.groups.pop(0), self.version)
 
 
 class Ref(MapStage[Rollouts, WithRef]):
@@ -106,6 +93,23 @@ class SlowUpdate(Discard):
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         yield "step", np.array([self.step])
+
+
+def sampled(group: pa.RecordBatch, version: int) -> pa.RecordBatch:
+    """NUM_SAMPLES rows of a prompt's group, all tokens of them by the weights of this version."""
+    prompt = group.take(pa.array([0] * NUM_SAMPLES, pa.int32()))
+    ids = pa.array([f"{group.column('group_id')[0].as_py()}.{draw}" for draw in range(NUM_SAMPLES)])
+    new = {
+        "sample_id": ids,
+        "response": pa.array(["text"] * NUM_SAMPLES),
+        "response_ids": per_token(np.arange(NUM_SAMPLES * NUM_TOKENS, dtype=np.int32)),
+        "loss_mask": per_token(np.ones(NUM_SAMPLES * NUM_TOKENS, dtype=np.bool_)),
+        "finish_reason": pa.array(["length"] * NUM_SAMPLES),
+        "rollout_logprobs": per_token(np.zeros(NUM_SAMPLES * NUM_TOKENS, dtype=np.float32)),
+        "weight_version": per_token(np.full(NUM_SAMPLES * NUM_TOKENS, version, dtype=np.int32)),
+    }
+    columns = {name: prompt.column(name) for name in prompt.schema.names} | new
+    return pa.RecordBatch.from_arrays([columns[name] for name in Rollouts.columns], schema=Rollouts.arrow())
 
 
 def per_token(values: np.ndarray) -> pa.Array:

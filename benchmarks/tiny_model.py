@@ -26,7 +26,7 @@ def write_model(folder: Path) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="<|end|>")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(3)
+    torch.manual_seed(34)
     config = LlamaConfig(
         vocab_size=len(special) + len(alphabet), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256,

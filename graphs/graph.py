@@ -18,6 +18,7 @@ from rollstream.graphs.drawing import draw
 from rollstream.graphs.weights import Weights
 from rollstream.stages.base import RolloutStage, Source, Stage, Stream, UpdateStage
 from rollstream.stages.errors import ConfigError, WiringError, check_rules
+from rollstream.stages.loss.correction_settings import Correction
 from rollstream.stages.schema import Trained
 
 
@@ -187,11 +188,13 @@ class Graph:
                 + ", ".join(f"{n}.temperature={t}" for n, t in temperatures.items())
             )
         update = self.update.settings()
-        if self.weights and self.weights.max_staleness and update.get("old_logprobs") == "trainer":
+        correction: Correction | None = update.get("correction")
+        takes_current = update.get("old_logprobs") == "trainer" and not (correction and correction.is_on)
+        if self.weights and self.weights.max_staleness and takes_current:
             faults.append(
                 f"max_staleness={self.weights.max_staleness} trains on samples of older weights, but "
                 f"{self.update.name}.old_logprobs='trainer' takes the current ones for theirs: "
-                "use old_logprobs='rollout', or max_staleness=0"
+                "use correction=Correction(kind='tis'), old_logprobs='rollout', or max_staleness=0"
             )
         return faults + self._length_faults()
 

@@ -66,15 +66,17 @@ class Joiner:
         self._next = 0
 
     def poll(self, timeout_s: float) -> int:
-        """Takes what comes within `timeout_s`; the number of groups ready. Raises the first error of the run."""
+        """Takes what comes within `timeout_s`, or without waiting where a step's groups are ready; the number of groups
+        ready. Raises the first error of the run."""
+        if len(self._ready) >= self._at_most:
+            timeout_s = 0
         for index, edge in enumerate(self._edges):
             if index not in self._ended and index not in self._calls.values():
                 call = edge.lease.remote(
                     self._consumer, self._at_most, holder=HOLDER, keep=True, timeout_s=LEASE_WAIT_S
                 )
                 self._calls[call] = index
-        done, _ = ray.wait(list(self._calls), num_returns=1, timeout=timeout_s) if self._calls else ([], [])
-        for call in done:
+        for call in self._answered(timeout_s):
             index = self._calls.pop(call)
             try:
                 ray.get(call, timeout=1)
@@ -100,6 +102,15 @@ class Joiner:
         """The next `wanted` groups, or all that are ready where there are fewer."""
         taken, self._ready = self._ready[:wanted], self._ready[wanted:]
         return taken
+
+    def _answered(self, timeout_s: float) -> list[Any]:
+        """Open calls that have an answer, once there is one: all of them, so that new ones are opened at once."""
+        if not self._calls:
+            return []
+        done, others = ray.wait(list(self._calls), num_returns=1, timeout=timeout_s)
+        if done and others:
+            done += ray.wait(others, num_returns=len(others), timeout=0)[0]
+        return done
 
     def _receive(self, index: int, lease: Lease) -> None:
         if lease.failure is not None:

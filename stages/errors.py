@@ -7,7 +7,7 @@
         PlacementError            what was asked for can never be had    driver, before any actor starts
       CheckpointError             a checkpoint is torn, foreign or absent  driver, at resume
       StageError (RuntimeError)   a stage raised while running; names stage and sample, holds the traceback
-        PluginError               a reward function raised; names the sample
+        PluginError               a reward or rollout function raised; names the sample
         ProcessDied               a stage's process died more often than it may
       EngineDied                  the process behind a rollout engine is gone; its stage's process is started again
       StalledError                nothing moved for the stall limit; names the stage, the group and its age
@@ -87,7 +87,7 @@ class StageError(RollstreamError, RuntimeError):
 
 
 class PluginError(StageError):
-    """A reward function raised; `subject` is the sample's id."""
+    """A reward or rollout function raised, or ran out of time; `subject` names the sample."""
 
 
 class ProcessDied(StageError):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rollstream.stages.actor import ActorUpdate
     from rollstream.stages.advantage import Advantage
     from rollstream.stages.logprob import RefLogprob
+    from rollstream.stages.loss.correction_settings import Correction
     from rollstream.stages.megatron.layout import Layout
     from rollstream.stages.megatron.lora_settings import Lora
     from rollstream.stages.megatron.moe_settings import Moe
@@ -35,6 +36,7 @@ _HOMES = {
     "rollstream.stages.actor": ("ActorUpdate",),
     "rollstream.stages.advantage": ("Advantage",),
     "rollstream.stages.logprob": ("RefLogprob",),
+    "rollstream.stages.loss.correction_settings": ("Correction",),
     "rollstream.stages.megatron.layout": ("Layout",),
     "rollstream.stages.megatron.lora_settings": ("Lora",),
     "rollstream.stages.megatron.moe_settings": ("Moe",),
@@ -50,6 +52,7 @@ __all__ = [
     "Advantage",
     "Bounds",
     "Bundle",
+    "Correction",
     "Graph",
     "Layout",
     "Lora",

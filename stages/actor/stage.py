@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import pyarrow as pa
 from rollstream.stages.base import Metric, Stream, UpdateStage, World, check_wiring
 from rollstream.stages.errors import WiringError, check_rules
 from rollstream.stages.loss import AGGREGATIONS, KL_KINDS
+from rollstream.stages.loss.correction_settings import Correction
 from rollstream.stages.megatron import hf_config
 from rollstream.stages.megatron.lora_settings import Lora
 from rollstream.stages.megatron.settings import RECOMPUTE, MegatronConfig, shared_rules
@@ -37,6 +38,11 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
     One step makes mini_batches * epochs optimizer steps. Metrics: `actor/*`, `ref/kl` and `rollout/*`, the latter two
     over trained tokens; `actor/tokens` are those trained on, `actor/skipped_steps` optimizer steps left out because
     the loss or the gradient was not finite or no token was trained on.
+
+    What is reported of the rollout compares its log-probabilities with the trainer's before the update: all tokens
+    once; with old_logprobs="rollout" those of the first optimizer step only, for the weights move with it.
+    `loss.mismatch` lists the names; `rollout/ess` is the effective sample size as a share of the tokens: 1 where the
+    two agree, near 0 where a few tokens have all the weight.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -79,6 +85,8 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
         max_response_tokens: int | None = None
         #: The ratio's denominator: the trainer's log-probabilities before the update, or the rollout's own.
         old_logprobs: str = "trainer"
+        #: Weights of tokens that older weights drew, or an engine that computes otherwise; needs "trainer" above.
+        correction: Correction = field(default_factory=Correction)
         #: Parts that a step's samples are cut into, one optimizer step each.
         mini_batches: int = 1
         #: Passes over a step's samples.
@@ -224,6 +232,11 @@ def _rules(c: ActorUpdate.Config) -> list[tuple[bool, str]]:
         *(
             (name in OFFLOADS, f"offload must name what is known, got {name!r}: {known_names(name, OFFLOADS)}")
             for name in c.offload
+        ),
+        (
+            not c.correction.is_on or c.old_logprobs == "trainer",
+            f"correction={c.correction.kind!r} needs old_logprobs='trainer', got {c.old_logprobs!r}: there the ratio "
+            "itself is to the rollout's log-probabilities, and would count twice",
         ),
         (
             c.max_mismatch is None or c.max_mismatch > 0,

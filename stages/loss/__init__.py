@@ -2,6 +2,8 @@
 
     ppo_clip       clipped policy loss of each token
     kl             divergence from the reference, of each token
+    correction     weight of each token that another policy drew; `correction_settings` holds its settings
+    mismatch       how far that policy is from the one that is trained
     aggregate      weight of each token, so that the loss of a step is the sum of weight * loss over its micro-batches
 
 The names that settings may hold stand here, so that they can be checked without loading torch.

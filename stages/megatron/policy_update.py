@@ -92,11 +92,15 @@ class PolicyUpdate:
         seen = Metrics()
         for report in reports:
             seen.merge(report.sums)
-        loss, difference = parallel.sum_of_reports(
-            sum(report.loss for report in reports), seen.sums.get("rollout/logprob_diff", (0.0, 0.0))[0]
+        loss, squares, difference, weight = parallel.sum_of_reports(
+            sum(report.loss for report in reports),
+            sum(report.weight_squares for report in reports),
+            *(seen.sums.get(f"rollout/{name}", (0.0, 0.0))[0] for name in ("logprob_diff", "weight")),
         )
         if parallel.reports_for_share():
             metrics.merge(seen.sums)
+        if parallel.is_first() and compare_rollout:
+            metrics.add("rollout/ess", weight**2 / squares if squares else 0.0, denominators.num_tokens)
         metrics.merge(take_metrics(self.trainer.policy.chunks))
         if self.gated:
             self._check_mismatch(difference / denominators.num_tokens)
@@ -124,7 +128,8 @@ class PolicyUpdate:
                 f"rollout and trainer disagree before the first step: mean |trainer - rollout| log-probability of the "
                 f"trained tokens is {difference:.4g}, the limit is max_mismatch={limit}. The weights are unchanged. "
                 "Both must have the same weights, temperature and token ids; a rollout in a lower precision needs a "
-                "higher limit"
+                "higher limit, and samples that other weights made, such as those of a recording, need "
+                "max_mismatch=None"
             )
         self.gated = False
 

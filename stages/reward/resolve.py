@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import operator
-import re
 from importlib.metadata import EntryPoint, entry_points
 
 from rollstream.stages.errors import ConfigError
 from rollstream.stages.names import known_names
+from rollstream.stages.plugins import import_function
 from rollstream.stages.reward.plugin import Plugin, plugin_of, registered
 
 #: A package offers a reward with an entry point of this group; it is imported only when it is named.
@@ -25,9 +23,7 @@ def resolve(function: object) -> Plugin:
     if not isinstance(function, str):
         raise ConfigError(f"function must be a function or a name, got {type(function).__name__}")
     if ":" in function:
-        if not re.fullmatch(r"[\w.]+:[\w.]+", function):
-            raise ConfigError(f"reward {function!r} must be written pkg.mod:fn")
-        return _import(EntryPoint(name=function, value=function, group=GROUP))
+        return plugin_of(import_function(function, "reward"))
     return _named(function)
 
 
@@ -52,22 +48,8 @@ def _named(name: str) -> Plugin:
 
 
 def _import(point: EntryPoint) -> Plugin:
-    """Imports a plugin's module; what its import raises is the plugin's error and is told as it is."""
     if not point.attr:
         raise ConfigError(
             f"entry point {point.name!r} must name a function, pkg.mod:fn, not the module {point.value!r}"
         )
-    try:
-        module = importlib.import_module(point.module)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"reward {point.value!r}: {error}; a module is looked for in sys.path") from error
-    try:
-        function = operator.attrgetter(point.attr)(module)
-    except AttributeError as error:
-        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise ConfigError(
-            f"reward {point.value!r}: module {point.module!r} has no {point.attr!r}: {known_names(point.attr, names)}"
-        ) from error
-    if not callable(function):
-        raise ConfigError(f"reward {point.value!r} must be callable, got {type(function).__name__}")
-    return plugin_of(function)
+    return plugin_of(import_function(f"{point.module}:{point.attr}", "reward"))

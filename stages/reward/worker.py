@@ -29,6 +29,7 @@ from typing import Any
 import cloudpickle
 
 from rollstream.stages.errors import DataError
+from rollstream.stages.plugins import name_source
 from rollstream.stages.reward.channel import Channel
 from rollstream.stages.reward.outcome import Began, Done, Failure, Job, Outcome, Score, TimedOut, as_score
 
@@ -85,7 +86,7 @@ class Worker:
         """Until the stage closes the channel."""
         try:
             self.function, self.params, source_file = cloudpickle.loads(self.channel.receive(None))
-            _name_source(self.function, source_file)
+            name_source(self.function, source_file)
             loaded = None
         except BaseException as error:  # noqa: BLE001 - the error goes to the stage
             loaded = failure_of(error)
@@ -165,14 +166,6 @@ def _as_scores(returned: object, wanted: int) -> Sequence[Score]:
     if len(returned) != wanted:
         raise ValueError(f"a batch reward function must return a score a sample: {wanted}, got {len(returned)}")
     return [as_score(one) for one in returned]
-
-
-def _name_source(function: Any, source_file: str | None) -> None:
-    """Gives a function that travelled by value the file that it is written in, so that tracebacks show its lines."""
-    function = getattr(function, "__func__", function)  # of a bound method
-    code = getattr(function, "__code__", None)
-    if code is not None and source_file is not None and not os.path.exists(code.co_filename):
-        function.__code__ = code.replace(co_filename=source_file)
 
 
 def _decoded(sample: dict[str, Any]) -> dict[str, Any]:

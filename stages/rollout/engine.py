@@ -58,6 +58,13 @@ class Sample:
     versions: npt.NDArray[np.int32]
     #: "stop": a stop token was sampled; "length": max_tokens or the model's context was used up.
     finish_reason: Literal["stop", "length"]
+    #: bool [T]: true at what the policy sampled, false at what was said in between (log-probability 0); None: all true.
+    loss_mask: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """`loss_mask`, whole."""
+        return np.ones(len(self.response_ids), np.bool_) if self.loss_mask is None else self.loss_mask
 
 
 class Engine(Protocol):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from rollstream.stages.errors import StageError
-
 
 class FolderTensors:
-    """Of the safetensors files of a folder; a folder without any says nothing, and all is let through."""
+    """Of the safetensors files of a folder; a folder without any says nothing, and then nothing is wrong."""
 
     def __init__(self, folder: str | Path):
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -22,24 +20,19 @@ class FolderTensors:
         tied = bool(config.get("tie_word_embeddings"))
         self._optional = {"lm_head.weight"} if tied else set[str]()
 
-    def check(
-        self, version: int, tensors: Iterable[tuple[str, np.ndarray]], stage: str
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        """The tensors as they come. Raises StageError once all came: unknown, missing, or of another shape."""
-        faults: list[str] = []
-        arrived: set[str] = set()
-        for name, array in tensors:
-            arrived.add(name)
-            wanted = self._shapes.get(name)
-            if wanted is not None and tuple(array.shape) != wanted:
-                faults.append(f"{name} must have shape {wanted}, got {tuple(array.shape)}")
-            elif wanted is None and self._shapes and name not in self._optional:
-                faults.append(f"{name} is not a parameter of the model")
-            elif not faults:
-                yield name, array
-        faults += [f"{name} did not arrive" for name in self._shapes if name not in arrived | self._optional]
-        if faults:
-            raise StageError(stage, f"weights of version {version}", "\n".join(faults))
+    def faults(self, tensors: Sequence[tuple[str, np.ndarray]]) -> list[str]:
+        """What is unknown, missing, or of another shape: one sentence each."""
+        if not self._shapes:
+            return []
+        arrived = {name: tuple(array.shape) for name, array in tensors}
+        found = [
+            f"{name} must have shape {self._shapes[name]}, got {shape}"
+            for name, shape in arrived.items()
+            if name in self._shapes and shape != self._shapes[name]
+        ]
+        known = self._shapes.keys() | self._optional
+        found += [f"{name} is not a parameter of the model" for name in arrived if name not in known]
+        return found + [f"{n} did not arrive" for n in self._shapes if n not in arrived.keys() | self._optional]
 
 
 def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:

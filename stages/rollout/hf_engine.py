@@ -1,8 +1,8 @@
 """The engine inside transformers: its `generate`, in this process, a batch of prompts at a time.
 
-    requests -> checked; those of one sampling that may grow by the same number of tokens are a batch
+    requests -> checked; those drawn in one way that fit in the model's context together are a batch
     batch    -> left-padded prompts run once -> cache repeated for the samples -> generate with `Sampler`
-             -> rows cut at their stop token -> Samples
+             -> rows cut at their stop token or their own length -> Samples
 
 All groups of a batch come out when its longest sample has ended; weights are replaced between batches.
 """
@@ -19,7 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LogitsProcessorList
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from rollstream.stages.errors import StageError
 from rollstream.stages.rollout.engine import Request, Sample, Sampling
@@ -62,10 +69,8 @@ class TransformersEngine:
     def finished(self, timeout_s: float) -> tuple[str, list[Sample]] | None:
         """See `Engine.finished`: generates from the next batch of what waits, however long that takes."""
         if not self._ended and self._waiting:
-            alike = self._kind(*self._waiting[0])
-            batch = [request for request, budget in self._waiting if self._kind(request, budget) == alike]
-            self._waiting = [(r, budget) for r, budget in self._waiting if self._kind(r, budget) != alike]
-            self._ended.extend(self._generate_batch(batch, *alike))
+            batch = self._next_batch()
+            self._ended.extend(self._generate_batch([r for r, _ in batch], [budget for _, budget in batch]))
         return self._ended.popleft() if self._ended else None
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
@@ -79,30 +84,45 @@ class TransformersEngine:
         """See `Engine.close`."""
         self._model = None
 
-    @staticmethod
-    def _kind(request: Request, budget: int) -> tuple[Sampling, int]:
-        """Requests of one kind are generated from together."""
-        return request.sampling, budget
+    def _next_batch(self) -> list[tuple[Request, int]]:
+        """What is generated from next, with its budgets: the first that waits, and all that go with it. Rows that have
+        ended are carried on until the last one ends, and must not outgrow the context meanwhile."""
+        batch: list[tuple[Request, int]] = []
+        others: list[tuple[Request, int]] = []
+        kind, context = _kind(self._waiting[0][0].sampling), self._limits.context
+        longest = most = 0
+        for request, budget in self._waiting:
+            length, growth = max(longest, len(request.prompt_ids)), max(most, budget)
+            if _kind(request.sampling) == kind and (not batch or context is None or length + growth <= context):
+                batch.append((request, budget))
+                longest, most = length, growth
+            else:
+                others.append((request, budget))
+        self._waiting = others
+        return batch
 
     @torch.inference_mode()
-    def _generate_batch(self, batch: list[Request], sampling: Sampling, budget: int) -> list[tuple[str, list[Sample]]]:
+    def _generate_batch(self, batch: list[Request], budgets: list[int]) -> list[tuple[str, list[Sample]]]:
+        sampling, most = batch[0].sampling, max(budgets)
+        limits = [budget for r, budget in zip(batch, budgets, strict=True) for _ in r.sample_ids]
         repeats = torch.tensor([len(r.sample_ids) for r in batch], device=self._device)
         prompts, mask = self._pad([r.prompt_ids for r in batch])
         sample_ids = [i for r in batch for i in r.sample_ids]
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=self._free_seed)
-        sampler = Sampler(sample_ids, sampling, max_tokens=budget, stage=self._stage, device=self._device)
+        sampler = Sampler(sample_ids, sampling, max_tokens=most, stage=self._stage, device=self._device)
         stop_ids = sorted({*self._limits.eos_ids, *sampling.stop_token_ids})
         self._model.generate(
             prompts.repeat_interleave(repeats, 0),
             attention_mask=mask.repeat_interleave(repeats, 0),
             generation_config=GenerationConfig(
-                max_new_tokens=budget, do_sample=False, use_cache=True, eos_token_id=stop_ids or None, pad_token_id=0
+                max_new_tokens=most, do_sample=False, use_cache=True, eos_token_id=stop_ids or None, pad_token_id=0
             ),
             logits_processor=LogitsProcessorList([sampler]),
+            stopping_criteria=StoppingCriteriaList([_OwnLength(prompts.shape[1], limits, self._device)]),
             **self._prefilled(prompts, mask, repeats),
         )
-        samples = iter(_cut(*sampler.result(), stop_ids, self._version))
+        samples = iter(_cut(*sampler.result(), limits, stop_ids, self._version))
         return [(r.request_id, [next(samples) for _ in r.sample_ids]) for r in batch]
 
     def _pad(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -137,12 +157,27 @@ class TransformersEngine:
         return {self._cache_argument: cache}
 
 
-def _cut(tokens: Tensor, logprobs: Tensor, stop_ids: list[int], version: int) -> Iterator[Sample]:
-    """Each row up to and with its first stop token."""
+def _kind(sampling: Sampling) -> Sampling:
+    """Requests of one kind may be generated from together."""
+    return dataclasses.replace(sampling, max_tokens=1)
+
+
+class _OwnLength(StoppingCriteria):
+    """Each row ends at its own number of tokens; they begin at `start`."""
+
+    def __init__(self, start: int, limits: list[int], device: torch.device):
+        self._ends = start + torch.tensor(limits, device=device)
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        return input_ids.shape[1] >= self._ends
+
+
+def _cut(tokens: Tensor, logprobs: Tensor, limits: list[int], stop_ids: list[int], version: int) -> Iterator[Sample]:
+    """Each row up to and with its first stop token, or to its own limit."""
     stops = np.isin(tokens.numpy(), stop_ids)
-    for row_tokens, row_logprobs, row_stops in zip(tokens.numpy(), logprobs.numpy(), stops, strict=True):
-        stopped = bool(row_stops.any())
-        length = int(row_stops.argmax()) + 1 if stopped else len(row_tokens)
+    for row_tokens, row_logprobs, row_stops, limit in zip(tokens.numpy(), logprobs.numpy(), stops, limits, strict=True):
+        stopped = bool(row_stops[:limit].any())
+        length = int(row_stops.argmax()) + 1 if stopped else min(limit, len(row_tokens))
         yield Sample(
             response_ids=row_tokens[:length].astype(np.int32),
             logprobs=row_logprobs[:length].astype(np.float32),

@@ -20,7 +20,7 @@ def rollout_rows(
         "sample_id": pa.array(sample_ids, pa.string()),
         "response": pa.array(responses, pa.string()),
         "response_ids": _lists([s.response_ids for s in samples]),
-        "loss_mask": _lists([np.ones(len(s.response_ids), np.bool_) for s in samples]),
+        "loss_mask": _lists([s.mask for s in samples]),
         "finish_reason": pa.array([s.finish_reason for s in samples], pa.string()),
         "rollout_logprobs": _lists([s.logprobs for s in samples]),
         "weight_version": _lists([s.versions for s in samples]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,9 @@ from rollstream.stages.names import DTYPES, known_names
 from rollstream.stages.rollout import vllm_settings
 from rollstream.stages.rollout.engine import Engine, Request, Sample, Sampling
 from rollstream.stages.rollout.engines import ENGINES, make_engine
+from rollstream.stages.rollout.episodes import EpisodeLimits, Episodes
+from rollstream.stages.rollout.function import Function, Tool, ship
+from rollstream.stages.rollout.model_limits import ModelLimits
 from rollstream.stages.rollout.rows import rollout_rows
 from rollstream.stages.rollout.vllm_settings import WEIGHT_UPDATES
 from rollstream.stages.schema import Prompted, Rollouts
@@ -28,8 +32,9 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
 
         rollouts = Rollout(Rollout.Config(model="models/tiny", max_tokens=64))(prompts)
 
-    Metrics: `rollout/response_tokens` length of a response; `rollout/truncated` share that ran out of tokens;
-    `rollout/empty` share whose text is blank; `rollout/tokens_per_s` of one replica while it generates.
+    Metrics: `rollout/response_tokens` tokens of a response that the policy sampled; `rollout/truncated` share that ran
+    out of tokens; `rollout/empty` share whose text is blank; `rollout/tokens_per_s` of one replica while it generates;
+    with a function, also those of `Episodes`.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,18 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
         weight_updates: str | None = None
         #: vllm: a core that gives no answer for so long is ended, and the stage's process started again.
         engine_timeout_s: float = 60.0
+        #: Makes a sample in several turns, with tools: `async def rollout(engine, prompt, tools) -> Trajectory` or
+        #: "pkg.mod:fn", see `stages/rollout/function.py`; `max_tokens` is then for all turns and what is said between
+        #: them. None: a response is one turn.
+        function: Function | str | None = None
+        #: What the function may call, by name; `async` or not.
+        tools: Mapping[str, Tool] = field(default_factory=lambda: {})
+        #: Turns of a sample at most.
+        max_turns: int = 8
+        #: Tokens of one turn at most; None: as many as the response may still have.
+        max_turn_tokens: int | None = None
+        #: The function, its tools too, may take so long between two turns, or the run ends.
+        turn_timeout_s: float = 60.0
 
         def __post_init__(self) -> None:
             rules = [
@@ -110,6 +127,17 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
                     self.engine in ENGINES,
                     f"engine is not known, got {self.engine!r}: " + known_names(self.engine, ENGINES),
                 ),
+                (
+                    self.function is not None or not self.tools,
+                    f"tools {', '.join(map(str, self.tools))} are called by a rollout function: set function, or leave "
+                    "them out",
+                ),
+                (self.max_turns >= 1, f"max_turns must be at least 1, got {self.max_turns}"),
+                (
+                    self.max_turn_tokens is None or self.max_turn_tokens >= 1,
+                    f"max_turn_tokens must be at least 1, got {self.max_turn_tokens}",
+                ),
+                (self.turn_timeout_s > 0, f"turn_timeout_s must be above 0, got {self.turn_timeout_s}"),
                 (self.dtype in DTYPES, f"dtype is not known, got {self.dtype!r}: " + known_names(self.dtype, DTYPES)),
             ]
             check_rules(rules)
@@ -118,10 +146,26 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
 
     def __init__(self, config: Config, *, name: str | None = None):
         super().__init__(config, name=name)
+        self._function = None if config.function is None else ship(config.function, config.tools)
         self._engine: Engine | None = None
+        self._episodes: Episodes | None = None
         self._tokenizer: Any = None
         self._prompts: dict[str, pa.RecordBatch] = {}  # under way, by group
         self._busy_s = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The function and its tools travel as bytes alone, for their modules may be missing where the stage goes."""
+        if self._function is None:
+            return dict(self.__dict__)
+        return {**self.__dict__, "config": dataclasses.replace(self.config, function=self._function.name, tools={})}
+
+    def settings(self) -> dict[str, Any]:
+        given = super().settings()
+        return (
+            given
+            if self._function is None
+            else given | {"function": self._function.name, "tools": self._function.tools}
+        )
 
     @property
     def groups_in_flight(self) -> int:
@@ -164,30 +208,38 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
             torch.set_num_threads(world.threads)
         self._tokenizer = AutoTokenizer.from_pretrained(self.config.model, local_files_only=True)
         self._engine = make_engine(self.config, self._sampling(), stage=self.name)
+        if self._function is not None:
+            self._episodes = self._make_episodes(*self._function.load())
 
     def close(self) -> None:
+        if self._episodes is not None:
+            self._episodes.close()
         if self._engine is not None:
             self._engine.close()
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
         self.engine.load_weights(version, tensors)
+        if self._episodes is not None:
+            self._episodes.version = version
 
     def submit(self, group: pa.RecordBatch) -> None:
         group_id = group.column("group_id")[0].as_py()
         assert group_id not in self._prompts, "group ids must differ"
-        self.engine.submit(
-            Request(
-                request_id=group_id,
-                prompt_ids=group.column("prompt_ids")[0].as_py(),
-                sample_ids=self._sample_ids(group_id),
-                sampling=self._sampling(),
-            )
+        request = Request(
+            request_id=group_id,
+            prompt_ids=group.column("prompt_ids")[0].as_py(),
+            sample_ids=self._sample_ids(group_id),
+            sampling=self._sampling(),
         )
+        if self._episodes is None:
+            self.engine.submit(request)
+        else:
+            self._episodes.submit(request, group)
         self._prompts[group_id] = group
 
     def finished(self, timeout_s: float) -> pa.RecordBatch | None:
         begun_s = time.perf_counter()
-        done = self.engine.finished(timeout_s)
+        done = (self._episodes or self.engine).finished(timeout_s)
         self._busy_s += time.perf_counter() - begun_s
         if done is None:
             return None
@@ -216,12 +268,29 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
     def _sample_ids(self, group_id: str) -> list[str]:
         return [f"{group_id}.{i}" for i in range(self.config.n)]
 
+    def _make_episodes(self, function: Function, tools: Mapping[str, Tool]) -> Episodes:
+        from transformers import AutoTokenizer
+
+        c, longest = self.config, self.config.engine_args.get("max_model_len")
+        return Episodes(
+            self.engine,
+            function,
+            tools,
+            tokenizer=AutoTokenizer.from_pretrained(c.model, local_files_only=True),  # fast ones bear one thread each
+            model_limits=ModelLimits.of(c.model, context=longest if isinstance(longest, int) and longest > 0 else None),
+            limits=EpisodeLimits(
+                max_turns=c.max_turns, max_turn_tokens=c.max_turn_tokens, turn_timeout_s=c.turn_timeout_s
+            ),
+            stage=self.name,
+            metrics=self.metrics,
+        )
+
     def _decode(self, samples: Sequence[Sample]) -> list[str]:
         ids = [s.response_ids.tolist() for s in samples]
         return self._tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _measure(self, samples: Sequence[Sample], texts: Sequence[str]) -> None:
-        num_tokens = sum(len(s.response_ids) for s in samples)
+        num_tokens = int(sum(s.mask.sum() for s in samples))
         num_samples = len(samples)
         self.metrics.add("rollout/response_tokens", num_tokens, num_samples)
         self.metrics.add("rollout/truncated", sum(s.finish_reason == "length" for s in samples), num_samples)

@@ -17,7 +17,7 @@ import queue
 import shutil
 import tempfile
 import threading
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 import torch
 
-from rollstream.stages.errors import EngineDied
+from rollstream.stages.errors import EngineDied, StageError
 from rollstream.stages.rollout import vllm_settings
 from rollstream.stages.rollout.engine import Request, Sample, Sampling
 from rollstream.stages.rollout.folder_tensors import FolderTensors
@@ -36,6 +36,8 @@ from rollstream.stages.rollout.vllm_plugin import BACKEND
 T = TypeVar("T")
 #: What vLLM needs to load a model, or to take weights in.
 START_S, LOAD_S = 1800.0, 600.0
+#: A process that is killed is gone by then.
+END_S = 10.0
 #: Between two questions whether the core answers.
 PROBE_S = 1.0
 #: Of the tensors in one file.
@@ -46,7 +48,8 @@ logger = logging.getLogger(__name__)
 
 class VllmEngine:
     """See `Engine`. `updates` is one of WEIGHT_UPDATES, `args` are further settings of vLLM's AsyncEngineArgs; a core
-    that gives no answer for `timeout_s` is taken for dead. `sampling` is that of all requests, but for its lengths."""
+    that gives no answer for `timeout_s` is taken for dead. `sampling` is that of all requests, but for its lengths.
+    `version` is that of the weights in use, `pids` are vLLM's processes."""
 
     continuous = True
 
@@ -63,7 +66,7 @@ class VllmEngine:
     ):
         on_gpu = torch.cuda.is_available()
         vllm_settings.prepare_environment(on_gpu=on_gpu)
-        self._stage, self._updates, self._timeout_s = stage, updates, timeout_s
+        self._stage, self.updates, self._timeout_s = stage, updates, timeout_s
         self.version = 0
         self._flying = 0
         self._ended: queue.Queue[tuple[str, list[Sample]] | BaseException] = queue.Queue()
@@ -76,9 +79,12 @@ class VllmEngine:
         self._open.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._dead: str | None = None
+        self._death = asyncio.Event()
         threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
         settings = vllm_settings.engine_args(model, dtype, sampling, args, on_gpu=on_gpu)
+        others = _children()
         self._engine: Any = self._wait(self._start(settings), START_S)
+        self.pids = _children() - others
         self._limits = ModelLimits.of(model, context=self._engine.model_config.max_model_len)
         self._spawn(self._watch())
 
@@ -93,23 +99,27 @@ class VllmEngine:
         try:
             found = self._ended.get(timeout=timeout_s)
         except queue.Empty:
-            if self._dead is not None:
-                raise EngineDied(self._dead) from None
             return None
+        if isinstance(found, EngineDied):
+            self._ended.put(found)  # for who asks again
         if isinstance(found, BaseException):
             raise found
         self._flying -= 1
         return found
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
-        """See `Engine.load_weights`."""
-        self._wait(self._load(version, tensors), LOAD_S)
+        """See `Engine.load_weights`. Wrong weights leave the engine as it was."""
+        arrived = list(tensors)
+        if faults := self._tensors.faults(arrived):
+            raise StageError(self._stage, f"weights of version {version}", "\n".join(faults))
+        self._wait(self._load(version, arrived), LOAD_S)
 
     def close(self) -> None:
         """See `Engine.close`."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        with suppress(EngineDied):
-            self._wait(self._stop(), self._timeout_s)
+        if self._dead is None:
+            with suppress(EngineDied):
+                self._wait(self._stop(), self._timeout_s)
         self._end_processes()
 
     # In the loop's thread -----------------------------------------------------------------------------------------
@@ -143,26 +153,36 @@ class VllmEngine:
             Draw(sample_id, request.prompt_ids, budget, request.sampling, stop_ids, self._stage)
             for sample_id in request.sample_ids
         ]
-        stream = self._updates in ("recompute", "keep")
+        stream = self.updates in ("recompute", "keep")
         runs = [draw.run(self._engine.generate, self, draw.sample_id, stream=stream) for draw in draws]
-        self._ended.put((request.request_id, await self._alive(asyncio.gather(*runs))))
+        tasks: list[asyncio.Task[Sample]] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks += [group.create_task(self._alive(run)) for run in runs]
+        except* (EngineDied, StageError) as errors:  # the first; its siblings are cut off
+            raise errors.exceptions[0] from None
+        self._ended.put((request.request_id, [task.result() for task in tasks]))
 
     async def _load(self, version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        engine, checked = self._engine, self._tensors.check(version, tensors, self._stage)
+        engine = self._engine
         self._open.clear()
         try:
-            mode = {"resume": "abort"}.get(self._updates, "keep")
-            await self._alive(engine.pause_generation(mode=mode, clear_cache=self._updates != "keep"))
+            mode = {"resume": "abort"}.get(self.updates, "keep")
+            await self._alive(engine.pause_generation(mode=mode, clear_cache=self.updates != "keep"))
             await self._alive(engine.start_weight_update())
-            for path in files_of(checked, self._folder):
+            files = iter(files_of(tensors, self._folder))
+            while (path := await asyncio.to_thread(next, files, None)) is not None:
                 update = WeightTransferUpdateRequest(update_info={"path": str(path)})
                 await self._alive(engine.update_weights(update))
                 path.unlink()
             await self._alive(engine.finish_weight_update())
             self.version = version  # all that was sampled before has been taken in: it came by the same way
             await self._alive(engine.resume_generation())
+        except BaseException as error:
+            self._die(f"it took the weights of version {version} in part only: {error}")
+            raise
         finally:
             self._open.set()
 
@@ -170,6 +190,9 @@ class VllmEngine:
         """Asks the core whether it is there, while anybody waits for it."""
         while True:
             await asyncio.sleep(PROBE_S)
+            if self._engine.errored:
+                self._die(f"vLLM's core has ended: {self._engine.dead_error}")
+                return
             if self._flying and self._open.is_set():
                 try:
                     async with asyncio.timeout(self._timeout_s):
@@ -178,14 +201,21 @@ class VllmEngine:
                     self._die(f"vLLM's core gave no answer for {self._timeout_s:g} s")
                     return
 
-    async def _alive(self, call: Awaitable[T]) -> T:
-        """What the call gives; its error as ours where the core is gone."""
+    async def _alive(self, call: Coroutine[Any, Any, T]) -> T:
+        """What the call gives, or EngineDied: a call that the core died on would never answer."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        answer, death = asyncio.create_task(call), asyncio.create_task(self._death.wait())
         try:
-            return await call
+            await asyncio.wait({answer, death}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise EngineDied(self._dead)
+            return answer.result()
         except EngineDeadError as error:
             raise EngineDied(f"vLLM's core has ended: {error}") from None
+        finally:
+            answer.cancel()
+            death.cancel()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs it as a task; its error is for whoever waits for samples."""
@@ -219,14 +249,21 @@ class VllmEngine:
     def _die(self, why: str) -> None:
         if self._dead is None:
             self._dead = why
+            self._death.set()
             self._end_processes()  # one that hangs would keep its memory
+            self._ended.put(EngineDied(why))
 
     def _end_processes(self) -> None:
-        """vLLM's processes are the children of this one that it has told of itself by name or by its module."""
-        for child in psutil.Process().children(recursive=True):
+        ending: list[psutil.Process] = []
+        for pid in self.pids:
             with suppress(psutil.Error):
-                if child.name().startswith("VLLM") or "multiprocessing" in " ".join(child.cmdline()):
-                    child.kill()
+                ending.append(psutil.Process(pid))
+                ending[-1].kill()
+        psutil.wait_procs(ending, timeout=END_S)
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def files_of(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> Iterable[Path]:

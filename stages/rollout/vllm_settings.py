@@ -36,6 +36,8 @@ OWN = {
 }
 #: Memory for keys and values on a CPU at least, where a sequence of full length does not need more.
 CPU_KV_BYTES = 256 * 1024**2
+#: Tokens of one forward pass on a CPU at most, where a sequence of full length does not need more.
+CPU_BATCHED_TOKENS = 8192
 
 
 def is_installed() -> bool:
@@ -101,24 +103,34 @@ def engine_args(
         "logprobs_mode": "raw_logprobs" if truncated else "processed_logprobs",
     }
     if not on_gpu:
-        args |= {"enforce_eager": True, "kv_cache_memory_bytes": cpu_kv_bytes(model, given.get("max_model_len"))}
+        config = json.loads((Path(model) / "config.json").read_text())
+        length = given.get("max_model_len") or config.get("max_position_embeddings", 2048)
+        args |= {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": cpu_kv_bytes(config, length),
+            # vLLM 0.29 ends on a prompt that is cut in parts if the request has a seed: no such generator on a CPU.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, length),
+        }
     return args | dict(given)
 
 
-def cpu_kv_bytes(model: str, max_model_len: int | None) -> int:
+def cpu_kv_bytes(config: Mapping[str, Any], length: int) -> int:
     """Bytes for keys and values: two sequences of full length, in float32, or CPU_KV_BYTES if that is more."""
-    config = json.loads((Path(model) / "config.json").read_text())
     heads = config.get("num_attention_heads", 1)
     head_dim = config.get("head_dim") or math.ceil(config.get("hidden_size", 1) / heads)
     kv_heads = config.get("num_key_value_heads") or heads
-    length = max_model_len or config.get("max_position_embeddings", 2048)
     per_token = 2 * 4 * config.get("num_hidden_layers", 1) * kv_heads * head_dim
     return max(CPU_KV_BYTES, 2 * per_token * (length + 256))
 
 
 def prepare_environment(*, on_gpu: bool) -> None:
     """Sets what vLLM reads from the environment when it is imported; what the user set stands."""
-    settings = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    settings = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # this process has threads
+    }
     if not on_gpu:
         settings |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the core's process, not in one more

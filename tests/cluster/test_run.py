@@ -36,17 +36,12 @@ def test_no_group_is_older_than_max_staleness(tmp_path, staleness):
     assert max(ages) == staleness
 
 
-def test_data_parallel_ranks_share_a_step(tmp_path):
-    list(run(toy_graph(tmp_path / "d", num_ranks=2), steps=2, out=tmp_path / "out"))
+def test_data_parallel_ranks_share_a_step_and_replicas_of_a_map_stage_the_groups(tmp_path):
+    placement = Placement(replicas={"score": 2})
+    list(run(toy_graph(tmp_path / "d", num_ranks=2), steps=2, out=tmp_path / "out", placement=placement))
     diary = diary_of(tmp_path / "d")
     assert sorted(row["order"] for row in diary) == list(range(8))
     assert [row["rank"] for row in diary].count(0) == 4
-
-
-def test_replicas_of_a_map_stage_share_the_groups(tmp_path):
-    placement = Placement(replicas={"score": 2})
-    list(run(toy_graph(tmp_path / "d"), steps=2, out=tmp_path / "out", placement=placement))
-    assert sorted(row["order"] for row in diary_of(tmp_path / "d")) == list(range(8))
 
 
 def test_prompts_that_end_leave_a_short_last_step(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for small_updates
 
 from rollstream.stages.base import World
 from rollstream.stages.megatron import cpu_platform

@@ -14,6 +14,7 @@ import torch
 
 from rollstream.stages.actor import ActorUpdate
 from rollstream.stages.base import World
+from rollstream.stages.loss.correction_settings import Correction
 from rollstream.stages.megatron.layout import Layout
 from rollstream.stages.megatron.mcore import state
 
@@ -257,3 +258,84 @@ def test_order_of_groups_changes_nothing(
     settings = {"aggregation": aggregation, "max_response_tokens": 32, "layout": Layout(dp=2), "micro_batch_size": 2}
     found = launch(2, gradients, tiny("qwen2"), groups, settings)
     check(found[0], reference("qwen2", False, aggregation))
+
+
+#: Bounds that cut some tokens or samples of `near_groups`, and not others.
+CORRECTIONS = {
+    "tis": Correction(kind="tis"),
+    "mask": Correction(kind="mask", high=2.0),
+    "seq-tis": Correction(kind="seq-tis", low=0.1, high=8.0),
+    "seq-mask": Correction(kind="seq-mask", low=0.3, high=1.5),
+}
+CORRECTED_CUTS: dict[str, dict[str, Any]] = {
+    "one by one": {"micro_batch_size": 1},
+    "all": {},
+    "60 tokens in two shares": {"max_tokens_per_micro_batch": 60, "layout": Layout(dp=2)},
+    "two in a pipeline": {"micro_batch_size": 2, "layout": Layout(pp=2)},
+}
+
+
+@pytest.fixture(scope="module")
+def corrected(tiny: Any, hf_model: Any, hf_logprobs: Any, near_groups: Any) -> Any:
+    """corrected(kind): loss, gradients, and share of cut tokens, of one sample after another."""
+
+    @functools.cache
+    def compute(kind: str) -> tuple[float, dict[str, np.ndarray], float]:
+        model = hf_model(tiny("qwen2"))
+        rows = [row for group in near_groups for row in group.to_pylist() if row["response_ids"]]
+        num_tokens = sum(sum(row["loss_mask"]) for row in rows)
+        total, num_cut = torch.zeros(()), 0
+        for row in rows:
+            mask = torch.tensor(row["loss_mask"])
+            logprobs = hf_logprobs(model, row["prompt_ids"], row["response_ids"], 0.7)
+            log_ratio = (logprobs.detach() - torch.tensor(row["rollout_logprobs"]))[mask]
+            weights, cut = behaviour_weights(log_ratio, CORRECTIONS[kind])
+            surrogate = -torch.tensor(row["advantages"])[mask] * (logprobs - logprobs.detach()).exp()[mask]
+            d = (logprobs - torch.tensor(row["ref_logprobs"]))[mask]
+            penalty = 0.5 * d**2 + ((-d).exp() - 1 + d - 0.5 * d**2).detach()
+            total = total + (weights * surrogate + 0.1 * penalty).sum() / num_tokens
+            num_cut += int(cut.sum())
+        total.backward()
+        grads = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
+        return total.item(), grads, num_cut / num_tokens
+
+    return compute
+
+
+def behaviour_weights(log_ratio: torch.Tensor, settings: Correction) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of the trained tokens of one sample, and which are cut, written out for each kind."""
+    low, high = settings.bounds
+    ratio, product, mean = log_ratio.exp(), log_ratio.sum().exp(), log_ratio.mean().exp()
+    judged = {"tis": ratio, "mask": ratio, "seq-tis": product.expand_as(ratio), "seq-mask": mean.expand_as(ratio)}
+    cut = (judged[settings.kind] < low) | (judged[settings.kind] > high)
+    if settings.kind in ("mask", "seq-mask"):
+        return ratio * ~cut, cut
+    return judged[settings.kind].clip(low, high), cut
+
+
+@pytest.fixture(scope="module")
+def near_groups(tiny: Any, hf_model: Any, hf_logprobs: Any, make_groups: Any) -> list[pa.RecordBatch]:
+    """Groups whose rollout log-probabilities are 0.3 or so from the model's own, a sample's all to one side."""
+    model, rng = hf_model(tiny("qwen2")), np.random.default_rng(11)
+    groups: list[pa.RecordBatch] = []
+    for group in make_groups():
+        values: list[list[float]] = []
+        for row in group.to_pylist():
+            own = hf_logprobs(model, row["prompt_ids"], row["response_ids"], 0.7).detach().numpy()
+            values.append((own + rng.normal() * 0.4 + rng.normal(size=len(own)) * 0.6).tolist())
+        index = group.schema.names.index("rollout_logprobs")
+        column = pa.array(values, group.column("rollout_logprobs").type)
+        groups.append(group.set_column(index, group.schema.field(index), column))
+    return groups
+
+
+@pytest.mark.parametrize("cut", CORRECTED_CUTS.values(), ids=CORRECTED_CUTS)
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_cut_and_layout_do_not_change_a_correction(
+    launch: Any, tiny: Any, near_groups: Any, corrected: Any, kind: str, cut: dict[str, Any]
+) -> None:
+    settings = {"old_logprobs": "trainer", "correction": CORRECTIONS[kind], **cut}
+    found = launch(cut.get("layout", Layout()).size, gradients, tiny("qwen2"), near_groups, settings)
+    loss, grads, share = corrected(kind)
+    check(found[0], (loss, grads))
+    assert 0.05 < share < 0.8  # the bounds are at work

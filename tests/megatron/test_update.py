@@ -4,51 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from small_updates import distance, replaced, summed, update
 
 from rollstream.stages.actor import ActorUpdate
-from rollstream.stages.base import Metrics, World
+from rollstream.stages.base import World
+from rollstream.stages.loss.correction_settings import Correction
 from rollstream.stages.megatron.layout import Layout
 from rollstream.stages.megatron.lora_settings import Lora
 from rollstream.stages.megatron.moe_settings import Moe
 
 pytestmark = pytest.mark.megatron
-
-
-def update(
-    world: World, folder: Path, steps: list[list[pa.RecordBatch]], dp_rank_0_gets_all: bool = False, **settings: Any
-) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Metrics of each step on this rank, and the weights at the end."""
-    config = ActorUpdate.Config(model=str(folder), groups_per_step=4, **{"max_mismatch": None, "lr": 1e-3, **settings})
-    stage = ActorUpdate(config)
-    stage.has_ref = "ref_logprobs" in steps[0][0].schema.names
-    stage.setup(world)
-    share, dp = stage.share_of(world.rank), config.layout.dp
-    metrics = [stage.update(([] if share else step) if dp_rank_0_gets_all else step[share::dp]) for step in steps]
-    return metrics, dict(stage.weights())
-
-
-def summed(ranks: list[Any]) -> dict[str, float]:
-    """Means of the first step's metrics over all ranks."""
-    metrics = Metrics()
-    for step_metrics, _ in ranks:
-        metrics.merge(step_metrics[0])
-    return metrics.means()
-
-
-def replaced(group: pa.RecordBatch, column: str, values: Any) -> pa.RecordBatch:
-    index = group.schema.names.index(column)
-    return group.set_column(index, group.schema.field(index), pa.array(values, group.column(column).type))
-
-
-def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
-    assert set(a) == set(b)
-    return max(float(np.abs(a[name] - b[name]).max()) for name in a)
 
 
 @pytest.fixture
@@ -198,6 +168,109 @@ def test_masked_slots_may_hold_anything(launch: Any, tiny: Any, make_groups: Any
 def test_mismatch_gate_stops_before_the_first_step(launch: Any, tiny: Any, make_groups: Any) -> None:
     with pytest.raises(AssertionError, match=r"mean \|trainer - rollout\|.*max_mismatch=0.05.*weights are unchanged"):
         launch(2, lambda *a: update(*a, max_mismatch=0.05, layout=Layout(dp=2)), tiny("qwen2"), [make_groups()])
+
+
+@pytest.fixture
+def on_policy(tiny: Any, hf_model: Any, hf_logprobs: Any) -> Any:
+    """on_policy(groups): with the log-probabilities of the model before any step as the rollout's."""
+
+    def make(groups: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+        model = hf_model(tiny("qwen2"))
+        return [
+            replaced(
+                group,
+                "rollout_logprobs",
+                [hf_logprobs(model, r["prompt_ids"], r["response_ids"]).tolist() for r in group.to_pylist()],
+            )
+            for group in groups
+        ]
+
+    return make
+
+
+def test_mismatch_gate_looks_at_the_first_step_only(
+    launch: Any, tiny: Any, make_groups: Any, on_policy: Any, source: Any
+) -> None:
+    settings = {"max_mismatch": 0.05, "correction": Correction(kind="tis"), "mini_batches": 2}
+    steps = [on_policy(make_groups()), make_groups()]  # the second one's samples are far from any policy of ours
+    ((metrics, weights),) = launch(1, lambda *a: update(*a, **settings), tiny("qwen2"), steps)
+    differences = [step["rollout/logprob_diff"] for step in metrics]
+    assert differences[0][0] / differences[0][1] < 1e-5
+    assert differences[1][0] / differences[1][1] > 0.5
+    assert distance(weights, source) > 0
+
+
+def test_mismatch_gate_waits_for_a_token_to_compare(launch: Any, tiny: Any, make_groups: Any) -> None:
+    nothing = [
+        replaced(group, "loss_mask", [[False] * len(row) for row in group.column("loss_mask").to_pylist()])
+        for group in make_groups()
+    ]
+    with pytest.raises(AssertionError, match="before the first step"):
+        launch(1, lambda *a: update(*a, max_mismatch=0.05), tiny("qwen2"), [nothing, make_groups()])
+
+
+def mismatch_of(groups: list[pa.RecordBatch], prox: list[np.ndarray]) -> dict[str, float]:
+    """The rollout metrics by numpy, of groups whose rows have the log-probabilities `prox` before the update."""
+    rows = [row for group in groups for row in group.to_pylist()]
+    masks = [np.array(row["loss_mask"], bool) for row in rows]
+    d = np.concatenate([(p - row["rollout_logprobs"])[m] for p, row, m in zip(prox, rows, masks, strict=True)])
+    ratio = np.exp(d.astype(np.float64))
+    weight = np.minimum(ratio, 2.0)
+    return {
+        "rollout/logprob_diff": np.abs(d).mean(),
+        "rollout/mismatch_kl": -d.mean(),
+        "rollout/mismatch_k3": (ratio - 1 - d).mean(),
+        "rollout/ratio_max": ratio.max(),
+        "rollout/ratio_min": ratio.min(),
+        "rollout/weight": weight.mean(),
+        "rollout/weight_cut": (ratio > 2).mean(),
+        "rollout/ess": weight.sum() ** 2 / np.square(weight).sum() / len(weight),
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"epochs": 2},
+        {"layout": Layout(dp=2), "micro_batch_size": 2},
+        {"layout": Layout(pp=2), "max_tokens_per_micro_batch": 60},
+        {"layout": Layout(tp=2)},
+    ],
+    ids=["one rank", "epochs", "dp2", "pp2", "tp2"],
+)
+def test_mismatch_is_that_of_all_tokens_once(
+    launch: Any, tiny: Any, make_groups: Any, hf_model: Any, hf_logprobs: Any, settings: dict[str, Any]
+) -> None:
+    model, groups = hf_model(tiny("qwen2")), make_groups()
+    rows = [row for group in groups for row in group.to_pylist()]
+    prox = [hf_logprobs(model, row["prompt_ids"], row["response_ids"]).detach().numpy() for row in rows]
+    size = settings.get("layout", Layout()).size
+    ranks = launch(size, lambda *a: update(*a, correction=Correction(kind="tis"), **settings), tiny("qwen2"), [groups])
+    found, wanted = summed(ranks), mismatch_of(groups, prox)
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
+
+
+def test_mismatch_is_reported_without_a_correction(launch: Any, tiny: Any, make_groups: Any) -> None:
+    def names(**settings: Any) -> set[str]:
+        ((steps, _),) = launch(1, lambda *a: update(*a, **settings), tiny("qwen2"), [make_groups()])
+        return {name for name in steps[0] if name.startswith("rollout/")}
+
+    corrected = names(correction=Correction(kind="seq-mask"))
+    assert len(corrected) == 8
+    assert names() == names(old_logprobs="rollout", mini_batches=2) == corrected
+
+
+def test_nothing_is_learnt_where_every_token_is_rejected(launch: Any, tiny: Any, make_groups: Any, source: Any) -> None:
+    far = [
+        replaced(group, "rollout_logprobs", [[-90.0] * len(row) for row in group.column("loss_mask").to_pylist()])
+        for group in make_groups()
+    ]
+    ((steps, weights),) = launch(1, lambda *a: update(*a, correction=Correction(kind="mask")), tiny("qwen2"), [far])
+    assert steps[0]["actor/loss"] == (0.0, 1.0)
+    assert steps[0]["rollout/ess"][0] == 0.0
+    assert steps[0]["rollout/weight_cut"][0] == steps[0]["actor/tokens"][0]
+    assert distance(weights, source) == 0.0
 
 
 def test_warm_up_wastes_no_step(launch: Any, tiny: Any, make_groups: Any) -> None:

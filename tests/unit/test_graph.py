@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from rollstream.stages.actor import ActorUpdate
 from rollstream.stages.advantage import Advantage
 from rollstream.stages.base import MapStage, RolloutStage, Source, UpdateStage, check_wiring
 from rollstream.stages.errors import ConfigError, WiringError
+from rollstream.stages.loss.correction_settings import Correction
 from rollstream.stages.prompts import Prompts
 from rollstream.stages.reward import Reward
 from rollstream.stages.rollout import Rollout
@@ -35,8 +36,8 @@ class Sampler(RolloutStage[Prompted, Rollouts]):
         max_tokens: int = 8
         fault: str = ""
 
-    groups_per_batch = 2
-    generate = load_weights = lambda self, *_: None
+    groups_in_flight = 2
+    submit = finished = load_weights = lambda self, *_: None
 
     def faults(self):
         return [self.config.fault] if self.config.fault else []
@@ -72,6 +73,7 @@ class Train(UpdateStage[Advantaged, Trained]):
         temperature: float = 1.0
         groups_per_step: int = 4
         old_logprobs: str = "trainer"
+        correction: Correction = field(default_factory=Correction)
 
     data_parallel_size = 1
     groups_per_step = property(lambda self: self.config.groups_per_step)
@@ -196,8 +198,12 @@ def test_temperatures_that_differ_are_found():
 
 def test_staleness_needs_the_log_probabilities_of_the_rollout():
     (fault,) = graph(staleness=2).faults()
-    assert "use old_logprobs='rollout', or max_staleness=0" in fault
+    assert "use correction=Correction(kind='tis'), old_logprobs='rollout', or max_staleness=0" in fault
     assert graph(staleness=2, train={"old_logprobs": "rollout"}).faults() == []
+
+
+def test_staleness_may_be_corrected_instead():
+    assert graph(staleness=2, train={"correction": Correction(kind="mask")}).faults() == []
 
 
 def test_negative_staleness_is_refused():
@@ -262,7 +268,12 @@ def test_a_stage_knows_its_inputs_by_argument():
 
 def test_settings_are_those_of_every_stage_and_the_graph():
     settings = graph(staleness=1, train={"groups_per_step": 2}).settings()
-    assert settings["train"] == {"temperature": 1.0, "groups_per_step": 2, "old_logprobs": "trainer"}
+    assert settings["train"] == {
+        "temperature": 1.0,
+        "groups_per_step": 2,
+        "old_logprobs": "trainer",
+        "correction": Correction(),
+    }
     assert settings["graph"]["max_staleness"] == 1
     assert settings["graph"]["max_groups"] == 256
 

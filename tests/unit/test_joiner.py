@@ -94,6 +94,20 @@ def test_groups_come_in_the_order_of_their_prompts_whatever_is_complete_first():
     assert (orders(made, 1), orders(made)) == ([2], [3])
 
 
+def test_no_time_is_spent_on_waiting_once_a_steps_groups_are_ready(monkeypatch: pytest.MonkeyPatch):
+    waits: list[float] = []
+    wait = joining.ray.wait
+
+    def noted(calls: list[Call], num_returns: int, timeout: float) -> Any:
+        waits.append(timeout)
+        return wait(calls, num_returns, timeout)
+
+    monkeypatch.setattr(joining.ray, "wait", noted)
+    made = Joiner("actor", [Edge(lease(0, 1, 2), lease(3))], at_most=4, ledger=Ledger())
+    assert [made.poll(0.5) for _ in range(3)] == [3, 4, 4]
+    assert waits == [0.5, 0.5, 0]
+
+
 def test_a_joined_group_has_its_items_in_the_order_of_the_edges():
     (group,) = polled(Edge(lease(0, version=3)), Edge(lease(0, version=4))).take(1)
     assert [item.version for item in group.items] == [3, 4]

@@ -12,6 +12,7 @@ from rollstream.stages.actor import ActorUpdate
 from rollstream.stages.base import Stream
 from rollstream.stages.errors import ConfigError, WiringError
 from rollstream.stages.logprob import RefLogprob
+from rollstream.stages.loss.correction_settings import Correction
 from rollstream.stages.megatron.layout import Layout
 from rollstream.stages.megatron.lora_settings import Lora
 from rollstream.stages.megatron.settings import DECIDED_ELSEWHERE, known_transformer_fields
@@ -37,6 +38,10 @@ def stream(schema: type) -> Stream[Any]:
         ({"aggregation": "token_mean"}, "did you mean 'token-mean'"),
         ({"aggregation": "seq-mean-token-sum-norm"}, "needs max_response_tokens of at least 1, got None"),
         ({"old_logprobs": "engine"}, "old_logprobs must be one of the known, got 'engine'"),
+        (
+            {"correction": Correction(kind="tis"), "old_logprobs": "rollout"},
+            "correction='tis' needs old_logprobs='trainer', got 'rollout'",
+        ),
         ({"dtype": "half"}, "dtype must be one of the known, got 'half'"),
         ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch must be at least 1, got 0"),
         (

@@ -12,6 +12,7 @@ from rollstream.stages.errors import StageError
 from rollstream.stages.rollout.engine import Request, Sample, Sampling
 from rollstream.stages.rollout.engine import generate as run_engine
 from rollstream.stages.rollout.hf_engine import TransformersEngine
+from rollstream.stages.rollout.sampler import Sampler
 
 VOCABULARY, CONTEXT, EOS = 48, 64, 1
 PROMPTS = {"a": [5, 6, 7, 8, 9, 10], "b": [20], "c": [11, 3, 40]}
@@ -222,3 +223,32 @@ def test_broken_weights_stop_the_run(engine, folder):
     with pytest.raises(StageError, match="hold NaN or infinity") as error:
         generate(engine)
     assert error.value.subject == "a.0"
+
+
+def test_responses_of_different_lengths_are_one_batch_and_as_if_alone(engine, monkeypatch):
+    lengths = {"a": 3, "b": 12, "c": 7}
+    alone = {g: tokens(generate(engine, g, max_tokens=m))[g] for g, m in lengths.items()}
+    sizes = []
+    whole = engine._generate_batch
+    monkeypatch.setattr(engine, "_generate_batch", lambda *a: sizes.append(len(a[0])) or whole(*a))
+    requests = [
+        request(g, PROMPTS[g], [f"{g}.{i}" for i in range(3)], Sampling(max_tokens=m)) for g, m in lengths.items()
+    ]
+    samples = dict(run_engine(engine, requests))
+    assert sizes == [3]
+    assert tokens(samples) == alone
+    assert all(
+        s.finish_reason == "length" for s in samples["a"] if len(s.response_ids) == 3 and s.response_ids[2] != EOS
+    )
+
+
+def test_a_batch_ends_with_the_last_row_that_may_go_on(engine, monkeypatch):
+    steps = []
+    sample = Sampler.__call__
+    monkeypatch.setattr(Sampler, "__call__", lambda *a: steps.append(1) or sample(*a))
+    free = tokens(generate(engine, "a", n=1))["a"][0]
+    short = request("b", PROMPTS["b"], ["b.0"], Sampling(max_tokens=2, stop_token_ids=(free[3],)))
+    long = request("a", PROMPTS["a"], ["a.0"], Sampling(max_tokens=40, stop_token_ids=(free[3],)))
+    steps.clear()
+    samples = dict(run_engine(engine, [short, long]))
+    assert len(steps) == len(samples["a"][0].response_ids) == free.index(free[3]) + 1

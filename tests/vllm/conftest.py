@@ -1,0 +1,38 @@
+"""Engines of real vLLM on tiny models; one engine for all tests that leave it as it was."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+from small_engines import make_engine, save_model, weights
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Models "a" and "b" with tied embeddings, "untied" and "other" without."""
+    root = tmp_path_factory.mktemp("models")
+    kinds = {"a": (1, True), "b": (2, True), "untied": (3, False), "other": (4, False)}
+    return {name: save_model(root / name, seed=seed, tied=tied) for name, (seed, tied) in kinds.items()}
+
+
+@pytest.fixture(scope="session")
+def shared(folders) -> Iterator:
+    engine = make_engine(folders["a"])
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared, folders):
+    """The shared engine, with the weights of "a"."""
+    if shared.version != 0:
+        shared.load_weights(0, weights(folders["a"]))
+    shared.updates = "resume"
+    return shared

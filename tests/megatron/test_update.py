@@ -249,6 +249,9 @@ def test_mismatch_is_that_of_all_tokens_once(
     ranks = launch(size, lambda *a: update(*a, correction=Correction(kind="tis"), **settings), tiny("qwen2"), [groups])
     found, wanted = summed(ranks), mismatch_of(groups, prox)
     assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
+    num_tokens = sum(sum(row["loss_mask"]) for row in rows)
+    for name in ("rollout/weight", "rollout/ess"):
+        assert sum(steps[0].get(name, (0.0, 0.0))[1] for steps, _ in ranks) == num_tokens
 
 
 def test_mismatch_is_reported_without_a_correction(launch: Any, tiny: Any, make_groups: Any) -> None:

@@ -51,6 +51,13 @@ def test_extremes_are_of_the_ratios_before_any_cut():
     assert found["rollout/ratio_min"] == pytest.approx((math.exp(-3.0), SMALLEST))
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_masked_tokens_are_no_extremes(sign):
+    found, _ = measured(sign * torch.tensor([2.0, 1.0, 0.0]).double(), torch.tensor([True, True, False]))
+    ends = sorted((math.exp(sign), math.exp(2 * sign)))
+    assert [found[f"rollout/ratio_{end}"][0] for end in ("min", "max")] == pytest.approx(ends)
+
+
 def test_overflow_stays_finite():
     found, squares = measured(torch.tensor([200.0, -200.0]), torch.tensor([True, True]))
     assert squares == 4.0

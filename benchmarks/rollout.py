@@ -84,10 +84,11 @@ def through(stage: Rollout) -> Way:
 
 def bare(stage: Rollout) -> Way:
     """The stage's vLLM in its own event loop, without what the stage and its engine class add."""
-    from rollstream.stages.rollout.vllm_engine import VllmEngine
-    from rollstream.stages.rollout.vllm_sample import seed_of
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
+
+    from rollstream.stages.rollout.vllm_engine import VllmEngine
+    from rollstream.stages.rollout.vllm_sample import seed_of
 
     config, engine = stage.config, stage.engine
     assert isinstance(engine, VllmEngine)

@@ -141,7 +141,7 @@ class EdgeActor:
                 if self._queue.item(item.order) is not None:
                     continue  # asked twice: the first answer was lost
                 late = below is not None and item.order >= below
-                if self._queue.knows(item.order) or item.version > version or late:
+                if self._queue.knows(item.order) or max(item.version, item.newest_version) > version or late:
                     stale.append(item.order)
                     continue
                 self._queue.put(_owned(item, ray.put((item, batch))))

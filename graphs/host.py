@@ -177,7 +177,8 @@ class StageHost:
                 while (done := self._work(loop.task, loop.take, since=loop.since)) is not None:
                     item, group, begun = done
                     head = self._head(group, version=item.version, begun=begun)
-                    yield dataclasses.replace(head, trail=(*item.trail, *head.trail)), compact(group)
+                    trail = (*item.trail, *head.trail)
+                    yield dataclasses.replace(head, trail=trail, newest_version=item.newest_version), compact(group)
         except EngineDied as error:
             self._end_with(str(error))
             raise PeerDied(str(error)) from None

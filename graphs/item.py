@@ -35,6 +35,7 @@ class Item:
     group_id: str
     order: int  # position in the run's prompt sequence
     version: int  # weights that began it
+    newest_version: int = 0  # the newest weights that a token of it was sampled with
     birth: str  # names this very sampling of the group: rows of another one must never be joined with its rows
     num_rows: int
     num_tokens: int = 0  # what training on it costs: those of each row's prompt and response

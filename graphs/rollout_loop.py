@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 from ray.exceptions import RayActorError
 
@@ -139,7 +140,9 @@ class RolloutLoop:
         if begun is None:
             raise StageError(self._stage.name, group_id, "It put out this group twice, or was never given it.")
         self.ended = self._drained and not self.busy
-        return begun.item, group, begun.at
+        versions = group.column("weight_version").flatten()
+        newest = pc.max(versions).as_py() if len(versions) else begun.item.version  # pyright: ignore[reportAttributeAccessIssue]
+        return dataclasses.replace(begun.item, newest_version=newest), group, begun.at
 
     # ------------------------------------------------------------------------------------------------------------
 

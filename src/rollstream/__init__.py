@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rollstream.stages.megatron.moe_settings import Moe
     from rollstream.stages.prompts import Prompts
     from rollstream.stages.reward import Reward, reward
-    from rollstream.stages.rollout import Rollout
+    from rollstream.stages.rollout import Rollout, Trajectory
 
 _HOMES = {
     "rollstream.graphs": ("Bounds", "Graph", "Step", "Weights", "run"),
@@ -42,7 +42,7 @@ _HOMES = {
     "rollstream.stages.megatron.moe_settings": ("Moe",),
     "rollstream.stages.prompts": ("Prompts",),
     "rollstream.stages.reward": ("Reward", "reward"),
-    "rollstream.stages.rollout": ("Rollout",),
+    "rollstream.stages.rollout": ("Rollout", "Trajectory"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -63,6 +63,7 @@ __all__ = [
     "Reward",
     "Rollout",
     "Step",
+    "Trajectory",
     "Weights",
     "grpo",
     "reward",

@@ -145,3 +145,44 @@ def test_a_late_ack_counts(queue, clock):
     edge.expire()
     edge.ack("b", [0])
     assert given(edge, 1, holder="b/1") == []
+
+
+# Holders that take groups while they have others ---------------------------------------------------------------------
+
+
+def test_holders_share_equally_what_waits(queue):
+    edge = queue(holds=5)
+    for holder in ("b/0", "b/1"):
+        edge.expect("b", holder)
+    assert given(edge, 8, holder="b/0", share=True) == [0, 1, 2]
+    assert given(edge, 8, holder="b/0", holding=[0, 1, 2], share=True) == []
+    assert given(edge, 8, holder="b/1", share=True) == [3, 4]
+
+
+def test_a_holder_that_is_gone_has_no_share(queue):
+    edge = queue(holds=4)
+    for holder in ("b/0", "b/1"):
+        edge.expect("b", holder)
+    edge.release("b", "b/0", died="killed")
+    assert given(edge, 8, holder="b/1", share=True) == [0, 1, 2, 3]
+
+
+def test_a_suspect_is_given_to_a_holder_of_no_other_and_then_nothing_more(queue):
+    edge = queue(holds=3)
+    given(edge, 1, holder="b/0")
+    edge.release("b", "b/0", died="killed")
+    edge.ack("b", [1])
+    assert given(edge, 8, holder="b/1", holding=[1]) == []
+    assert given(edge, 8, holder="b/1") == [0]
+    assert given(edge, 8, holder="b/1", holding=[0]) == []
+
+
+def test_a_group_that_its_holder_has_done_is_not_blamed(queue):
+    edge = queue(holds=2)
+    assert given(edge, 2, holder="b/0") == [0, 1]
+    given(edge, 2, holder="b/0", holding=[1])  # 0 is done, and on its way
+    edge.release("b", "b/0", died="killed")
+    assert given(edge, 8, holder="b/1") == [0]
+    assert edge.release("b", "b/1", died="killed") == []
+    assert given(edge, 8, holder="b/2") == [0]
+    assert [left.order for left in edge.release("b", "b/2", died="killed")] == [0]

@@ -57,7 +57,8 @@ def test_an_edge_that_died_refills_from_its_journal(edge, tmp_path):
 
 
 def test_what_is_retired_or_of_newer_weights_is_left_out_for_good(edge, tmp_path):
-    pull(edge(), producer(*(head(n) for n in range(4)), head(4, version=3), head(5, version=2)))
+    made = [head(4, version=3), head(5, version=2), head(6, version=2, newest_version=3)]
+    pull(edge(), producer(*(head(n) for n in range(4)), *made))
     assert set(begun_again(edge(begun=False), retired=(1, (2,)), version=2)) == {1, 3, 5}
     assert journalled(tmp_path) == [1, 3, 5]
 

@@ -1,15 +1,16 @@
 """Tokens a second of the rollout stage with vLLM, against vLLM alone, and against the stage with transformers.
 
-    python benchmarks/rollout.py [--json] [--rounds 7]
+    python benchmarks/rollout.py [--json] [--rounds 6]
 
     ours          `Rollout` with engine="vllm": prompts in, checked Arrow rows with texts and log-probabilities out
     bare          the same engine, asked directly: a request for each sample, the same sampling, token ids out
     transformers  `Rollout` with its own engine, one batch
 
-`ours` and `bare` take turns on one engine, with new prompts each round, so that what differs is the stage alone; each
-begins every other round. Samples have seeds, so both draw the same tokens (`equal_samples`). A ratio is the median of
-the rounds' ratios, a rate the median of the rounds' rates; a first round of each is not counted. `tiny` has many short
-requests, and a model that costs next to nothing: there the layer above vLLM weighs most.
+`ours` and `bare` take turns on one engine, so that what differs is the stage alone. A round has new prompts, and draws
+from them by turns there and back (ours, bare, bare, ours), after one draw that is not counted; each way begins every
+other round. Samples have seeds, so both draw the same tokens (`equal_samples`). A ratio is the median of the rounds'
+ratios, a rate the median of the rounds' rates; the first round is not counted. `tiny` has many short requests, and a
+model that costs next to nothing: there the layer above vLLM weighs most.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class Rounds:
     """What came of each way in each round."""
 
     rates: dict[str, list[float]]
-    equal_samples: float  # share of samples with the same tokens in all ways
+    equal_samples: float  # share of draws with the same tokens as the round's first
 
     def rate(self, name: str) -> float:
         return statistics.median(self.rates[name])
@@ -144,14 +145,16 @@ def take_turns(ways: Mapping[str, Way], prompts: Iterator[pa.RecordBatch], group
     equal: list[bool] = []
     for turn in range(rounds + 1):
         chosen = list(itertools.islice(prompts, groups))
-        order = list(ways) if turn % 2 else list(reversed(ways))
-        drawn: list[dict[str, list[int]]] = []
-        for name in order:
+        there = list(ways) if turn % 2 else list(ways)[::-1]
+        first = ways[there[0]](chosen)[1]
+        times_s = dict.fromkeys(ways, 0.0)
+        for name in [*there, *there[::-1]]:
             took_s, samples = ways[name](chosen)
-            drawn.append(samples)
-            if turn:
-                rates[name].append(sum(map(len, samples.values())) / took_s)
-        equal += [all(other[sample] == ids for other in drawn) for sample, ids in drawn[0].items()]
+            times_s[name] += took_s
+            equal += [samples[sample] == ids for sample, ids in first.items()]
+        if turn:
+            num_tokens = sum(map(len, first.values()))
+            rates = {name: [*rates[name], 2 * num_tokens / times_s[name]] for name in ways}
     return Rounds(rates, sum(equal) / len(equal))
 
 
@@ -181,7 +184,7 @@ def measure(folder: str, data: Prompts.Config, case: Case, rounds: int) -> dict[
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--json", action="store_true", help="only the JSON object")
-    arguments.add_argument("--rounds", type=int, default=7, help=f"counted ones, at least {MIN_ROUNDS}")
+    arguments.add_argument("--rounds", type=int, default=6, help=f"counted ones, at least {MIN_ROUNDS}")
     given = arguments.parse_args()
     if given.rounds < MIN_ROUNDS:
         arguments.error(f"--rounds must be at least {MIN_ROUNDS}, got {given.rounds}")

@@ -197,7 +197,7 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
                 f"max_tokens must be below the model's context of {context} tokens, got {self.config.max_tokens}"
             )
         if self.config.engine == "vllm":
-            faults += vllm_settings.faults(self.config.engine_args, self._sampling())
+            faults += vllm_settings.faults(self.config.model, self.config.engine_args, self._sampling())
         return faults
 
     def setup(self, world: World) -> None:

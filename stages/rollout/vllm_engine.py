@@ -11,7 +11,6 @@ The prompt of a group is computed once: its samples share it in vLLM's prefix ca
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import queue
 import shutil
@@ -42,8 +41,6 @@ END_S = 10.0
 PROBE_S = 1.0
 #: Of the tensors in one file.
 FILE_BYTES = 256 * 1024 * 1024
-
-logger = logging.getLogger(__name__)
 
 
 class VllmEngine:

@@ -1,16 +1,18 @@
 """Tokens a second of the rollout stage with vLLM, against vLLM alone, and against the stage with transformers.
 
-    python benchmarks/rollout.py [--json] [--rounds 6]
+    python benchmarks/rollout.py [--json] [--rounds 6] [--threads 2]
 
     ours          `Rollout` with engine="vllm": prompts in, checked Arrow rows with texts and log-probabilities out
     bare          the same engine, asked directly: a request for each sample, the same sampling, token ids out
     transformers  `Rollout` with its own engine, one batch
 
 `ours` and `bare` take turns on one engine, so that what differs is the stage alone. A round has new prompts, and draws
-from them by turns there and back (ours, bare, bare, ours), after one draw that is not counted; each way begins every
-other round. Samples have seeds, so both draw the same tokens (`equal_samples`). A ratio is the median of the rounds'
-ratios, a rate the median of the rounds' rates; the first round is not counted. `tiny` has many short requests, and a
-model that costs next to nothing: there the layer above vLLM weighs most.
+from them there and back (ours, bare, bare, ours); each way begins every other round. Samples have seeds, so both draw
+the same tokens (`equal_samples`). A ratio is the median of the rounds' ratios, a rate the median of the rounds' rates;
+a first draw of each way is not counted. `tiny` has many short requests, and a model that costs next to nothing: there
+the layer above vLLM weighs most.
+
+Model threads wait for each other many times a token: on a machine with other work, give fewer --threads than cores.
 """
 
 from __future__ import annotations
@@ -61,14 +63,14 @@ CASES = {"tiny": Case(64, 8, 64), "smollm2": Case(8, 4, 32)}
 Way = Callable[[Sequence[pa.RecordBatch]], tuple[float, dict[str, list[int]]]]
 
 
-def make_stage(folder: str, case: Case, engine: str) -> Rollout:
+def make_stage(folder: str, case: Case, engine: str, threads: int) -> Rollout:
     config = Rollout.Config(
         model=folder, n=case.samples, max_tokens=case.max_tokens, engine=engine, groups_in_flight=case.groups
     )
     stage = Rollout(config)
     if faults := stage.faults():
         raise SystemExit("\n".join(faults))
-    stage.setup(World(threads=os.cpu_count() or 1))
+    stage.setup(World(threads=threads))
     return stage
 
 
@@ -140,33 +142,33 @@ class Rounds:
 
 
 def take_turns(ways: Mapping[str, Way], prompts: Iterator[pa.RecordBatch], groups: int, rounds: int) -> Rounds:
-    """`rounds` counted ones after one that is not; each has new prompts, the same for all ways."""
+    """Each round has new prompts, the same for all ways; so has the draw of each way that is not counted."""
     rates: dict[str, list[float]] = {name: [] for name in ways}
     equal: list[bool] = []
-    for turn in range(rounds + 1):
+    warmup = list(itertools.islice(prompts, groups))
+    for draw in ways.values():
+        draw(warmup)
+    for turn in range(rounds):
         chosen = list(itertools.islice(prompts, groups))
         there = list(ways) if turn % 2 else list(ways)[::-1]
-        first = ways[there[0]](chosen)[1]
-        times_s = dict.fromkeys(ways, 0.0)
-        for name in [*there, *there[::-1]]:
-            took_s, samples = ways[name](chosen)
-            times_s[name] += took_s
-            equal += [samples[sample] == ids for sample, ids in first.items()]
-        if turn:
-            num_tokens = sum(map(len, first.values()))
-            rates = {name: [*rates[name], 2 * num_tokens / times_s[name]] for name in ways}
+        drawn = [(name, *ways[name](chosen)) for name in (*there, *there[::-1])]
+        first = drawn[0][2]
+        equal += [samples[sample] == ids for _, _, samples in drawn[1:] for sample, ids in first.items()]
+        for name, counted in rates.items():
+            mine = [(took_s, sum(map(len, samples.values()))) for which, took_s, samples in drawn if which == name]
+            counted.append(sum(tokens for _, tokens in mine) / sum(took_s for took_s, _ in mine))
     return Rounds(rates, sum(equal) / len(equal))
 
 
-def measure(folder: str, data: Prompts.Config, case: Case, rounds: int) -> dict[str, Any]:
+def measure(folder: str, data: Prompts.Config, case: Case, rounds: int, threads: int) -> dict[str, Any]:
     source = Prompts(data)
     if faults := source.faults():
         raise SystemExit("\n".join(faults))
     prompts = source.rows(frozenset(), 0)
-    stage = make_stage(folder, case, "vllm")
+    stage = make_stage(folder, case, "vllm", threads)
     found = take_turns({"ours": through(stage), "bare": bare(stage)}, prompts, case.groups, rounds)
     stage.close()
-    stage = make_stage(folder, case, "transformers")
+    stage = make_stage(folder, case, "transformers", threads)
     plain = take_turns({"transformers": through(stage)}, prompts, case.groups, rounds)
     stage.close()
     ratios = sorted(a / b for a, b in zip(found.rates["ours"], found.rates["bare"], strict=True))
@@ -185,9 +187,11 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--json", action="store_true", help="only the JSON object")
     arguments.add_argument("--rounds", type=int, default=6, help=f"counted ones, at least {MIN_ROUNDS}")
+    arguments.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the model, in either engine")
     given = arguments.parse_args()
     if given.rounds < MIN_ROUNDS:
         arguments.error(f"--rounds must be at least {MIN_ROUNDS}, got {given.rounds}")
+    os.environ["OMP_NUM_THREADS"] = str(given.threads)  # vLLM's core process takes it from here
     load_before = os.getloadavg()[0]
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="rollout") as place:
@@ -199,13 +203,14 @@ def main() -> None:
             "smollm2": (small, Prompts.Config(path=str(train), model=small, chat_template=False)),
         }
         for name, (folder, data) in inputs.items():
-            results[name] = measure(folder, data, CASES[name], given.rounds)
+            results[name] = measure(folder, data, CASES[name], given.rounds, given.threads)
             if not given.json:
                 print(f"{name:8} {results[name]}", flush=True)
     settings = {
         "cases": {name: asdict(case) for name, case in CASES.items()},
         "dtype": "float32",
         "rounds": given.rounds,
+        "threads": given.threads,
         "load_before": round(load_before, 2),
     }
     bars = {"smollm2: ours/bare": {"value": results["smollm2"]["ours/bare"], "at_least": AT_LEAST}}

@@ -11,14 +11,11 @@ The prompt of a group is computed once: its samples share it in vLLM's prefix ca
 from __future__ import annotations
 
 import asyncio
-import os
 import queue
 import shutil
-import tempfile
 import threading
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,6 +28,7 @@ from rollstream.stages.rollout.engine import Request, Sample, Sampling
 from rollstream.stages.rollout.folder_tensors import FolderTensors
 from rollstream.stages.rollout.model_limits import ModelLimits
 from rollstream.stages.rollout.vllm_plugin import BACKEND
+from rollstream.stages.rollout.weight_files import files_of, make_folder
 
 T = TypeVar("T")
 #: What vLLM needs to load a model, or to take weights in.
@@ -39,8 +37,6 @@ START_S, LOAD_S = 1800.0, 600.0
 END_S = 10.0
 #: Between two questions whether the core answers.
 PROBE_S = 1.0
-#: Of the tensors in one file.
-FILE_BYTES = 256 * 1024 * 1024
 
 
 class VllmEngine:
@@ -67,9 +63,7 @@ class VllmEngine:
         self.version = 0
         self._flying = 0
         self._ended: queue.Queue[tuple[str, list[Sample]] | BaseException] = queue.Queue()
-        self._folder = Path(
-            tempfile.mkdtemp(prefix="rollstream-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-        )
+        self._folder = make_folder()
         self._tensors = FolderTensors(model)
         self._loop = asyncio.new_event_loop()
         self._open = asyncio.Event()  # no weights are on their way
@@ -261,24 +255,3 @@ class VllmEngine:
 
 def _children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
-
-
-def files_of(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> Iterable[Path]:
-    """The tensors in order, in safetensors files of at most FILE_BYTES (or one tensor that is larger)."""
-    from safetensors.numpy import save_file
-
-    def written(bucket: Mapping[str, np.ndarray]) -> Path:
-        path = folder / "weights.safetensors"
-        save_file(dict(bucket), path)
-        return path
-
-    bucket: dict[str, np.ndarray] = {}
-    size = 0
-    for name, array in tensors:
-        if bucket and size + array.nbytes > FILE_BYTES:
-            yield written(bucket)
-            bucket, size = {}, 0
-        bucket[name] = np.ascontiguousarray(array)
-        size += array.nbytes
-    if bucket:
-        yield written(bucket)

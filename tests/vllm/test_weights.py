@@ -10,7 +10,7 @@ import pytest
 from small_engines import PROMPTS, draw, greedy, logprobs_of, make_engine, requests, weights
 
 from rollstream.stages.rollout import vllm_engine
-from rollstream.stages.rollout.vllm_engine import files_of
+from rollstream.stages.rollout.weight_files import files_of
 
 pytestmark = pytest.mark.vllm
 

@@ -105,4 +105,4 @@ def test_entry_points_load_in_a_bare_environment(bare_python: Path, tmp_path: Pa
 print([callable(point.load()) for point in distribution("rollstream").entry_points])"""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     shown = run(bare_python, "-c", code, cwd=tmp_path, env=env).splitlines()[-1]
-    assert shown == str([True] * 6)
+    assert shown == str([True] * 7)

@@ -55,7 +55,8 @@ def test_an_engine_killed_in_mid_generation_comes_back_and_every_group_is_traine
     chosen = replace(chosen, rollout=replace(chosen.rollout, max_tokens=200))
     steps = run(grpo(chosen), steps=5, out=tmp_path / "out", placement=Placement(threads=1))
     indices = [next(steps).index, next(steps).index]
-    (core,) = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM::EngineCor")]
+    hosts = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::StageHost")]
+    (core,) = [p for host in hosts for p in host.children(recursive=True) if p.name().startswith("VLLM::EngineCor")]
     core.kill()
     indices += [step.index for step in steps]
     assert indices == [1, 2, 3, 4, 5]

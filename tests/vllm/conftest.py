@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,16 +22,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: save_model(root / name, seed=seed, tied=tied) for name, (seed, tied) in kinds.items()}
 
 
-@pytest.fixture(scope="session")
-def shared(folders) -> Iterator:
-    engine = make_engine(folders["a"])
-    yield engine
-    engine.close()
+class Shared:
+    """The engine that tests share, from the first that asks for it to the last of this folder."""
+
+    engine: Any = None
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if Shared.engine is not None and (nextitem is None or nextitem.path.parent != item.path.parent):
+        Shared.engine.close()
+        Shared.engine = None
 
 
 @pytest.fixture
-def engine(shared, folders):
+def engine(folders):
     """The shared engine, with the weights of "a"."""
+    shared = Shared.engine = Shared.engine or make_engine(folders["a"])
     if shared.version != 0:
         shared.load_weights(0, weights(folders["a"]))
     shared.updates = "resume"

@@ -180,6 +180,11 @@ class EdgeQueue:
         cursor.working[holder] |= frozenset(taken)
         return [self._items[order] for order in taken]
 
+    def can_give(self, consumer: str, wanted: int) -> bool:
+        """Whether `consumer` may take so many groups now, or will never be able to."""
+        cursor = self._cursors[consumer]
+        return self.closed or sum(map(cursor.admits, cursor.waiting)) >= wanted
+
     def renew(self, consumer: str, holder: str) -> None:
         """The leases of `holder` begin anew: what it makes has no room yet, and that is no fault of its own."""
         leased = self._cursors[consumer].leased

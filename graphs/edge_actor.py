@@ -271,21 +271,23 @@ class EdgeActor:
         at_most: int,
         *,
         holder: str,
+        at_least: int = 1,
         timeout_s: float = 10.0,
         **how: Any,
     ) -> Lease:
-        """Up to `at_most` groups, as EdgeQueue.lease gives them; waits up to `timeout_s` for the first, then comes back
-        empty."""
+        """Up to `at_most` groups, as EdgeQueue.lease gives them; waits up to `timeout_s` for `at_least`, then gives
+        what there is."""
         begun = time.monotonic()
         while True:
             if self._queue.failure is not None:
                 return Lease(ended=True, failure=self._queue.failure)
             items: Sequence[Item] = ()
             drained = ended = False
-            if self._opened:
-                items = self._queue.lease(consumer, at_most, holder=holder, **how)
-                drained, ended = self._queue.drained(consumer), self._queue.ended(consumer, holder)
             waited_s = time.monotonic() - begun
+            if self._opened and (waited_s >= timeout_s or self._queue.can_give(consumer, at_least)):
+                items = self._queue.lease(consumer, at_most, holder=holder, **how)
+            if self._opened:
+                drained, ended = self._queue.drained(consumer), self._queue.ended(consumer, holder)
             if items or ended or waited_s >= timeout_s:
                 self._metrics.waited_for_lease(waited_s)
                 return Lease(items=tuple(items), drained=drained, ended=ended)

@@ -70,12 +70,7 @@ class Joiner:
         ready. Raises the first error of the run."""
         if len(self._ready) >= self._at_most:
             timeout_s = 0
-        for index, edge in enumerate(self._edges):
-            if index not in self._ended and index not in self._calls.values():
-                call = edge.lease.remote(
-                    self._consumer, self._at_most, holder=HOLDER, keep=True, timeout_s=LEASE_WAIT_S
-                )
-                self._calls[call] = index
+        self.ask()
         for call in self._answered(timeout_s):
             index = self._calls.pop(call)
             try:
@@ -86,6 +81,21 @@ class Joiner:
             self._receive(index, get(call, f"an edge before {self._consumer}", timeout_s=1))
         self._advance()
         return len(self._ready)
+
+    def ask(self) -> None:
+        """Opens a call on each edge for what a step still lacks; the answers wait for `poll`."""
+        for index, edge in enumerate(self._edges):
+            if index not in self._ended and index not in self._calls.values():
+                have = len(self._ready) + len(self._complete) + len(self._held[index])
+                call = edge.lease.remote(
+                    self._consumer,
+                    self._at_most,
+                    holder=HOLDER,
+                    at_least=max(self._at_most - have, 1),
+                    keep=True,
+                    timeout_s=LEASE_WAIT_S,
+                )
+                self._calls[call] = index
 
     @property
     def ended(self) -> bool:

@@ -224,7 +224,9 @@ class _Run:
                 return []
         if joiner.ended:
             self.attempt.settle()
-        return joiner.take(wanted)
+        groups = joiner.take(wanted)
+        joiner.ask()  # the next step's come while this one trains
+        return groups
 
     def _update(self, groups: Sequence[Joined]) -> dict[str, float] | None:
         """One step on all ranks; its metrics, or None where a stop signal came and the step did not end in time."""

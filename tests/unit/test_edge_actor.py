@@ -160,6 +160,22 @@ def test_while_there_is_no_room_what_the_producer_holds_is_renewed(edge):
 # Consumers -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_lease_comes_back_with_fewer_than_it_wants_at_its_deadline_or_the_end(edge):
+    made = edge(num_producers=2)
+
+    async def do() -> list[Any]:
+        await made.pull(0, producer(head(0), head(1)), "a/0", None)
+        early = await made.lease("b", 4, holder="b/0", at_least=3, timeout_s=0)
+        await made.release("b", "b/0", "")
+        waiting = asyncio.ensure_future(made.lease("b", 4, holder="b/1", at_least=4, timeout_s=60))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await made.pull(1, producer(head(2)), "a/1", None)
+        return [early, await waiting]
+
+    assert [[item.order for item in lease.items] for lease in run(made, do)] == [[0, 1], [0, 1, 2]]
+
+
 def test_a_lease_waits_for_the_first_group(edge):
     made = edge()
 

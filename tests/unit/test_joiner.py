@@ -27,11 +27,13 @@ class Edge:
 
     def __init__(self, *leases: Any):
         self.leases, self.asked, self.retired = list(leases), [], []
+        self.wanted: list[int] = []
         self.lease = SimpleNamespace(remote=self._lease)
         self.retire = SimpleNamespace(remote=self.retired.extend)
 
     def _lease(self, consumer: str, at_most: int, **how: Any) -> Call:
         self.asked.append((consumer, at_most, how["holder"], how["keep"]))
+        self.wanted.append(how["at_least"])
         return Call(self.leases.pop(0) if self.leases else None)
 
 
@@ -182,3 +184,12 @@ def test_a_failed_edge_raises_the_first_error_as_what_it_was():
     failure = Failure(stage="reward", subject="sample g0.1", cause="ZeroDivisionError", plugin=True)
     with pytest.raises(PluginError, match=r"stage 'reward' failed on sample g0.1:\nZeroDivisionError"):
         polled(Edge(Lease(ended=True, failure=failure)))
+
+
+def test_an_edge_is_asked_for_what_the_step_still_lacks():
+    edge = Edge(lease(0, 1, 2))
+    made = Joiner("actor", [edge], at_most=4, ledger=Ledger())
+    made.poll(0)
+    made.ask()
+    made.ask()  # one call is open already
+    assert edge.wanted == [4, 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -28,6 +28,20 @@ def fetch(item: Item, edges: Mapping[str, Any], *, timeout_s: float = FETCH_S) -
     was ended for good: the run is over.
     """
     return join_columns([_part(item, part, edges, timeout_s) for part in item.parts])
+
+
+def fetch_all(items: Sequence[Item], edges: Mapping[str, Any]) -> list[pa.RecordBatch]:
+    """`fetch` of each of several groups. What is at hand is read in one call, and once where several need it: for small
+    groups the calls are what takes time."""
+    refs = list(dict.fromkeys(part.ref for item in items for part in item.parts if part.ref is not None))
+    try:
+        found = dict(zip(refs, ray.get(refs, timeout=REFERENCE_S), strict=True))
+    except (ObjectLostError, GetTimeoutError, RayActorError):
+        found = {}  # one by one: each is asked for again where it must be
+    return [
+        join_columns([found[p.ref][1] if p.ref in found else _part(item, p, edges, FETCH_S) for p in item.parts])
+        for item in items
+    ]
 
 
 def _part(item: Item, part: Part, edges: Mapping[str, Any], timeout_s: float) -> pa.RecordBatch:

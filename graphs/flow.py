@@ -60,10 +60,13 @@ class Flow:
             self._open(spec.producer)
 
     def admit(self, below: int) -> None:
-        """Lets the source's consumers take groups of orders below this."""
+        """Lets the source's consumers take groups of orders below this. Not waited for: an edge that is away hears of
+        it when it opens."""
+        source = self._graph.source.name
         with self._lock:
             self._below = max(self._below, below)
-            self._admit(self._graph.source.name)
+            for consumer in self._consumers_of(source):
+                self._crew.edges[source].admit.remote(consumer, self._below)
 
     def retire(self, orders: Sequence[int]) -> None:
         """These groups are closed in the ledger. Not waited for: an edge that is away hears of it when it begins."""

@@ -26,7 +26,7 @@ import pyarrow as pa
 import ray
 
 from rollstream.graphs.edge_actor import Lease, PeerDied, UpstreamFailed
-from rollstream.graphs.fetch import fetch
+from rollstream.graphs.fetch import fetch, fetch_all
 from rollstream.graphs.item import Item, Leg, Part
 from rollstream.graphs.rollout_loop import CALL_S, RolloutLoop
 from rollstream.graphs.stats import StageStats
@@ -222,7 +222,8 @@ class StageHost:
     def update(self, step: int, groups: Sequence[Sequence[Item]]) -> Mapping[str, Metric]:
         """One step on this rank's share. Each group is given as one item for each input stream."""
         stage = self._updater
-        batches = [join_columns([self._fetch(item) for item in streams]) for streams in groups]
+        found = iter(fetch_all([item for streams in groups for item in streams], self._links.edges))
+        batches = [join_columns([next(found) for _ in streams]) for streams in groups]
         return self._work(f"step {step}", lambda: stage.update(batches))
 
     def publish(self, store: Any, version: int) -> None:

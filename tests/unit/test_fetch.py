@@ -10,18 +10,26 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, ObjectLostError, OwnerDiedError
 
 from rollstream.graphs import fetch as fetching
-from rollstream.graphs.fetch import fetch
+from rollstream.graphs.fetch import fetch, fetch_all
 from rollstream.graphs.item import Item, Part
 from rollstream.stages.errors import ProcessDied, StalledError
 
+CALLS: list[Any] = []
 LOST = ObjectLostError("00", None, "")
 OWNER_DIED = OwnerDiedError("00", None, "")
 AWAY = ActorUnavailableError("away", None)
 
 
-def rows(**columns: Any) -> list[Any]:
+class Ref(list):
+    """A list with an identity of its own, as references have."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+
+def rows(**columns: Any) -> Ref:
     """A reference to rows of one part."""
-    return [(None, pa.RecordBatch.from_pydict({"sample_id": ["s0", "s1"], **columns}))]
+    return Ref([(None, pa.RecordBatch.from_pydict({"sample_id": ["s0", "s1"], **columns}))])
 
 
 TEXTS, REWARDS = {"text": ["x", "y"]}, {"reward": [1.0, 0.0]}
@@ -33,6 +41,9 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time passes with each look at the clock."""
 
     def get(ref: list[Any], timeout: float) -> Any:
+        CALLS.append(ref)
+        if not ref or isinstance(ref[0], Ref):
+            return [get(one, timeout) for one in ref]
         if isinstance(ref[0], Exception):
             raise ref[0]
         return ref[0]
@@ -76,7 +87,7 @@ def test_a_part_whose_owner_died_is_asked_for_and_no_other(error):
     assert fetch(item([error], rows(**REWARDS)), {"rollout": edge}).to_pydict() == WHOLE
 
 
-@pytest.mark.parametrize("first", [AWAY, LOST, None, [LOST]])
+@pytest.mark.parametrize("first", [AWAY, LOST, None, Ref([LOST])])
 def test_an_edge_that_is_being_started_again_is_asked_again(first):
     edge = Edge(first, first, rows(**TEXTS))
     assert fetch(item([OWNER_DIED], rows(**REWARDS)), {"rollout": edge}).to_pydict() == WHOLE
@@ -93,3 +104,19 @@ def test_an_edge_that_was_ended_is_not_waited_for():
     with pytest.raises(ProcessDied, match="the edge behind it has ended, with the columns of g7"):
         fetch(item([OWNER_DIED], rows(**REWARDS)), {"rollout": edge})
     assert len(edge.asked) == 1
+
+
+def test_what_several_groups_need_is_read_in_one_call():
+    text, reward = rows(**TEXTS), rows(**REWARDS)
+    CALLS.clear()
+    found = fetch_all([item(text, reward), item(text, rows(reward=[2.0, 3.0]))], {})
+    assert [group.to_pydict()["reward"] for group in found] == [[1.0, 0.0], [2.0, 3.0]]
+    assert [len(CALLS[0]), CALLS[0][:2]] == [3, [text, reward]]
+    assert CALLS[1:] == list(CALLS[0])  # which are the parts of that call
+
+
+def test_of_several_groups_the_lost_ones_are_asked_for():
+    edge = Edge(rows(**TEXTS))
+    groups = [item(rows(**TEXTS), rows(**REWARDS)), item(Ref([LOST]), rows(**REWARDS))]
+    assert [group.to_pydict() for group in fetch_all(groups, {"rollout": edge})] == [WHOLE, WHOLE]
+    assert edge.asked == [(7, "5f")]

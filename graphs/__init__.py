@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollstream.graphs.evaluation import Evaluation
     from rollstream.graphs.graph import Bounds, EdgeSpec, Graph
     from rollstream.graphs.runner import run
     from rollstream.graphs.stats import Step
@@ -14,13 +15,14 @@ if TYPE_CHECKING:
 _HOME = {
     "Bounds": "graph",
     "EdgeSpec": "graph",
+    "Evaluation": "evaluation",
     "Graph": "graph",
     "Step": "stats",
     "Weights": "weights",
     "run": "runner",
 }
 
-__all__ = ["Bounds", "EdgeSpec", "Graph", "Step", "Weights", "run"]
+__all__ = ["Bounds", "EdgeSpec", "Evaluation", "Graph", "Step", "Weights", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from rollstream.graphs.crew import Crew
 from rollstream.graphs.edge_actor import EdgeSettings
+from rollstream.graphs.evaluations import Evaluations
 from rollstream.graphs.flow import EDGE_S, Flow
 from rollstream.graphs.graph import Graph
 from rollstream.graphs.item import Left
 from rollstream.graphs.joiner import Joiner
 from rollstream.graphs.ledger import Ledger
 from rollstream.graphs.options import RunOptions
-from rollstream.graphs.stats import EdgeStats
+from rollstream.graphs.stats import EdgeStats, Evaluated
 from rollstream.graphs.supervisor import Supervisor
 from rollstream.graphs.wait import ask
 from rollstream.graphs.watch import Watch
@@ -22,7 +23,7 @@ from rollstream.placement import Placement, Plan
 
 class Attempt:
     """Actors, the flow between them, and who watches over both. `on_left` is told of each group that leaves the graph
-    untrained, once."""
+    untrained, once; `on_evaluated` of what each evaluation found."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class Attempt:
         ledger: Ledger,
         watch: Watch,
         on_left: Callable[[Left], None],
+        on_evaluated: Callable[[Evaluated], None],
     ):
         self.ledger = ledger
         self._watch, self._on_left = watch, on_left
@@ -46,16 +48,26 @@ class Attempt:
             tell=watch.message,
             restarted=watch.restarted,
         )
+        self.evaluations = Evaluations(
+            graph.evaluations,
+            self.crew.evaluators,
+            self.crew.store,
+            max_restarts=options.max_restarts,
+            done=on_evaluated,
+            tell=watch.message,
+        )
         update = graph.update
         inputs = [self.crew.edges[producer] for producer in graph.inputs_of(update.name).values()]
         self.joiner = Joiner(update.name, inputs, at_most=update.groups_per_step, ledger=ledger)
 
-    def start(self, checkpoint: Path | None, version: int, below: int) -> None:
-        """Loads the stages, then the checkpoint if there is one, and lets groups of orders below `below` flow."""
+    def start(self, checkpoint: Path | None, step: int, version: int, below: int) -> None:
+        """Loads the stages, then the checkpoint of `step` if there is one, and lets groups of orders below `below`
+        flow."""
         self.crew.set_up()
         if checkpoint is not None:
             self.crew.load(checkpoint)
         self.crew.publish(version)
+        self.evaluations.begin(step, version)
         self.flow.admit(below)
         self.flow.begin(version)
         self._watch.follow(self.crew, self._on_edge)
@@ -66,6 +78,7 @@ class Attempt:
         self._supervisor.look(version)
         if self._supervisor.must_publish and update_is_free:
             self.publish(version)
+        self.evaluations.look()
         self._watch.look()
 
     def settle(self) -> None:

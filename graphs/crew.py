@@ -13,6 +13,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollstream.graphs import actors
 from rollstream.graphs.edge_actor import EdgeActor, EdgeSettings
+from rollstream.graphs.evaluation import Evaluation
+from rollstream.graphs.evaluator import Evaluator
 from rollstream.graphs.graph import Graph
 from rollstream.graphs.host import Links, StageHost
 from rollstream.graphs.wait import ask, get_all
@@ -28,18 +30,23 @@ COLLECTIVE_S = 1800.0
 
 
 def demands(graph: Graph, placement: Placement) -> list[Demand]:
-    """Processes that each stage of the graph needs: replicas times ranks."""
-    return [
+    """Processes that each stage of the graph needs: replicas times ranks; one for each evaluation."""
+    stages = [
         Demand(stage=name, num_actors=stage.num_ranks * placement.replicas.get(name, 1), uses_device=stage.uses_device)
         for name, stage in graph.stages.items()
     ]
+    return stages + [Demand(stage=e.name, uses_device=True) for e in graph.evaluations]
 
 
 def plan_on_cluster(graph: Graph, placement: Placement) -> Plan:
     """The plan for the cluster that Ray is connected to. Raises PlacementError if it can never be placed."""
+    single = {name for name, stage in graph.stages.items() if isinstance(stage, Source | UpdateStage)}
+    single |= {e.name for e in graph.evaluations}
     for name, count in placement.replicas.items():
-        if count > 1 and isinstance(graph.stages.get(name), Source | UpdateStage):
-            raise PlacementError(f"stage {name!r} cannot have {count} replicas: sources and update stages have one")
+        if count > 1 and name in single:
+            raise PlacementError(
+                f"stage {name!r} cannot have {count} replicas: sources, update stages and evaluations have one"
+            )
     nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
     plan = placement.plan(demands(graph, placement), cluster_gpus=sum(n.get("GPU", 0) for n in nodes))
     check_cluster(plan, nodes)
@@ -53,6 +60,7 @@ class Crew:
     graph: Graph
     group: Any
     hosts: dict[str, list[list[Any]]]  # stage -> replica -> rank
+    evaluators: dict[str, Any]  # evaluation -> its process
     edges: dict[str, Any]  # producer -> edge
     store: Any
 
@@ -67,8 +75,9 @@ class Crew:
                 [_host(graph, name, rank, next(seats), group, plan.threads) for rank in range(stage.num_ranks)]
                 for _ in range(placement.replicas.get(name, 1))
             ]
+        evaluators = {e.name: _evaluator(e, plan.seats[e.name][0], group, plan.threads) for e in graph.evaluations}
         made = {e.producer: actors.start(EdgeActor, e, comes_back=True, max_concurrency=1000) for e in edges}
-        return cls(graph, group, hosts, made, make_weight_store())
+        return cls(graph, group, hosts, evaluators, made, make_weight_store())
 
     def set_up(self) -> None:
         """Loads every stage, all at once, and connects it; the first error of any ends it."""
@@ -77,6 +86,7 @@ class Crew:
         addresses = get_all([ranks[0].address.remote() for ranks in hosts], "the actors' start", timeout_s=SETUP_S)
         placed = zip(hosts, addresses, strict=True)
         calls = [host.setup.remote(*address) for ranks, address in placed for host in ranks]
+        calls += [evaluator.setup.remote() for evaluator in self.evaluators.values()]
         get_all(calls, "the stages' set-up", timeout_s=SETUP_S)
         calls = [call for name, number in replicas for call in self._connect(name, number)]
         get_all(calls, "the stages' connection", timeout_s=PLACE_S)
@@ -124,7 +134,7 @@ class Crew:
     def stop(self) -> None:
         """Ends every actor of this run, and gives the bundles back."""
         hosts = [h for replicas in self.hosts.values() for replica in replicas for h in replica]
-        for actor in [*hosts, *self.edges.values(), self.store]:
+        for actor in [*hosts, *self.evaluators.values(), *self.edges.values(), self.store]:
             actors.end(actor)
         remove_placement_group(self.group)
 
@@ -152,13 +162,24 @@ def _host(graph: Graph, stage: str, rank: int, seat: Seat, group: Any, threads: 
         StageHost,
         found,
         World(rank=rank, size=found.num_ranks, threads=threads),
-        num_cpus=seat.cpus,
-        num_gpus=seat.gpus,
         comes_back=not isinstance(found, UpdateStage),  # its weights are in the last checkpoint only
         concurrency_groups={"control": 1, "saving": 1, "life": 1},
-        scheduling_strategy=PlacementGroupSchedulingStrategy(group, seat.bundle),
-        runtime_env={"env_vars": _environment(seat)},
+        **_seated(seat, group),
     )
+
+
+def _evaluator(evaluation: Evaluation, seat: Seat, group: Any, threads: int) -> Any:
+    return actors.start(Evaluator, evaluation, threads, comes_back=True, **_seated(seat, group))
+
+
+def _seated(seat: Seat, group: Any) -> dict[str, Any]:
+    """Ray's options for an actor in this seat."""
+    return {
+        "num_cpus": seat.cpus,
+        "num_gpus": seat.gpus,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, seat.bundle),
+        "runtime_env": {"env_vars": _environment(seat)},
+    }
 
 
 def _environment(seat: Seat) -> dict[str, str]:

@@ -9,12 +9,14 @@ A graph is a plain value. It knows no node; `run` takes it and a Placement.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollstream.graphs.discard import Discard
 from rollstream.graphs.drawing import draw
+from rollstream.graphs.evaluation import Evaluation
+from rollstream.graphs.length_faults import length_faults
 from rollstream.graphs.weights import Weights
 from rollstream.stages.base import RolloutStage, Source, Stage, Stream, UpdateStage
 from rollstream.stages.errors import ConfigError, WiringError, check_rules
@@ -56,7 +58,13 @@ class Graph:
     """
 
     def __init__(
-        self, name: str, *, output: Stream[Trained], weights: Weights | None = None, bounds: Bounds | None = None
+        self,
+        name: str,
+        *,
+        output: Stream[Trained],
+        weights: Weights | None = None,
+        bounds: Bounds | None = None,
+        evaluations: Sequence[Evaluation] = (),
     ):
         if not isinstance(getattr(output, "stage", None), UpdateStage):
             got = type(getattr(output, "stage", output)).__name__
@@ -67,9 +75,15 @@ class Graph:
         self.output = output
         self.weights = weights
         self.bounds = bounds or Bounds()
+        self.evaluations = tuple(evaluations)
         self.streams = tuple(_walk(output))
 
     def __str__(self) -> str:
+        return "\n".join([self.drawing, *map(str, self.evaluations)])
+
+    @property
+    def drawing(self) -> str:
+        """Of what is trained."""
         return draw(self.edges, self.source.name, self.weights)
 
     @property
@@ -125,6 +139,7 @@ class Graph:
         """Everything wrong with the wiring, and with each stage's settings and data."""
         wiring = self._wiring_faults()
         own = [f"{s.stage.name}: {fault}" for s in self.streams for fault in s.stage.faults()]
+        own += [*self._evaluation_faults(), *(fault for e in self.evaluations for fault in e.faults())]
         return wiring + own + ([] if own else self._agreement_faults())
 
     def check(self) -> None:
@@ -178,6 +193,22 @@ class Graph:
             )
         return faults
 
+    def _evaluation_faults(self) -> Iterator[str]:
+        names = [*self.stages, *(e.name for e in self.evaluations)]
+        for evaluation in self.evaluations:
+            if names.count(evaluation.name) > 1:
+                yield (
+                    f"two are called {evaluation.name!r}: give the evaluation another name, as in Evaluation(..., "
+                    "name='eval_hard')"
+                )
+            if self.weights is None:
+                yield f"{evaluation.name} has no weights to take: give the graph weights=Weights(update, to=rollouts)"
+            for stage in evaluation.stages:
+                model = stage.settings().get("model")
+                trained = self.rollout.settings().get("model") if self.rollout else None
+                if isinstance(stage, RolloutStage) and model != trained:
+                    yield f"{evaluation.name}, {stage.name}: model is {model!r}, but {trained!r} is trained"
+
     def _agreement_faults(self) -> list[str]:
         """Settings that several stages must agree on."""
         faults: list[str] = []
@@ -196,23 +227,8 @@ class Graph:
                 f"{self.update.name}.old_logprobs='trainer' takes the current ones for theirs: "
                 "use correction=Correction(kind='tis'), old_logprobs='rollout', or max_staleness=0"
             )
-        return faults + self._length_faults()
-
-    def _length_faults(self) -> list[str]:
         source = next((s.stage for s in self.streams if isinstance(s.stage, Source)), None)
-        rollout = self.rollout
-        if rollout is None or "max_tokens" not in rollout.settings() or not hasattr(source, "longest_prompt"):
-            return []
-        longest: int = getattr(source, "longest_prompt")()  # noqa: B009 - only some sources know it
-        limit: int | None = getattr(source, "max_model_tokens")()  # noqa: B009
-        wanted = longest + rollout.settings()["max_tokens"]
-        if limit is not None and wanted > limit:
-            return [
-                f"the longest prompt has {longest} tokens and {rollout.name}.max_tokens is "
-                f"{rollout.settings()['max_tokens']}: {wanted} in all, the model takes {limit}. "
-                f"Lower max_tokens, or set max_prompt_tokens with too_long='skip'"
-            ]
-        return []
+        return faults + length_faults(source, self.rollout)
 
 
 def _walk(output: Stream[Any]) -> Iterator[Stream[Any]]:

@@ -21,7 +21,7 @@ from rollstream.graphs.item import Item
 from rollstream.graphs.joiner import Joined
 from rollstream.graphs.options import RunOptions
 from rollstream.graphs.settings import redact_text
-from rollstream.graphs.stats import Step
+from rollstream.graphs.stats import Evaluated, Step
 from rollstream.graphs.tracking import SAMPLE_COLUMNS, Tracker, default_uri
 from rollstream.graphs.wait import get
 from rollstream.placement import Plan
@@ -72,7 +72,11 @@ class Keeper:
         self._failed = self._described = False
         self._started = self._actor.start.remote(
             folder.name,
-            {**graph.settings(), "run": vars(options) | {"out": str(folder), "tracking_uri": self.uri}},
+            {
+                **graph.settings(),
+                **{e.name: e.settings() for e in graph.evaluations},
+                "run": vars(options) | {"out": str(folder), "tracking_uri": self.uri},
+            },
             self.run_id,
             resumed.step if resumed else 0,
         )
@@ -95,6 +99,10 @@ class Keeper:
         if step.index % self._options.samples_every == 0 or step.index == 1:
             item = max(group.items, key=lambda item: len(item.parts))
             self._call(self._actor.samples.remote(step.index, item, edges))
+
+    def evaluated(self, found: Evaluated) -> None:
+        """An evaluation's metrics, at its own step."""
+        self._call(self._actor.log.remote(found.step, {**found.metrics, f"{found.name}/seconds": found.seconds}))
 
     def catch_up(self) -> None:
         """Waits until the tracker has what it was sent: it reads samples from edges that end with the run."""

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rollstream.graphs.stats import EdgeStats, Snapshot, StageStats, Step
+from rollstream.graphs.stats import EdgeStats, Evaluated, Snapshot, StageStats, Step
 
 #: Shown before the others, in this order, where a step has them.
 LEADING_METRICS = (
@@ -91,6 +91,16 @@ def step_line(step: Step) -> str:
     known = [f"{name} {_number(step.metrics[name])}" for name in LEADING_METRICS if name in step.metrics]
     saved = [f"saved {step.checkpoint}"] if step.checkpoint else []
     return "  ".join([f"step {step.index}", f"version {step.version}", *known, *saved])
+
+
+def evaluated_line(found: Evaluated) -> str:
+    """
+    >>> evaluated_line(Evaluated("eval", 20, 20, {"eval/reward/mean": 0.5, "eval/rollout/truncated": 0.0}, 12.34))
+    'eval of step 20  reward/mean 0.5  rollout/truncated 0  in 12.3 s'
+    """
+    own = f"{found.name}/"
+    shown = [f"{name.removeprefix(own)} {_number(value)}" for name, value in sorted(found.metrics.items())]
+    return "  ".join([f"{found.name} of step {found.step}", *shown, f"in {found.seconds:.1f} s"])
 
 
 def drawn(snapshot: Snapshot) -> Group:

@@ -29,15 +29,7 @@ from typing import Any
 import ray
 
 from rollstream.graphs.attempt import Attempt
-from rollstream.graphs.checkpoint import (
-    Checkpoints,
-    Found,
-    RunState,
-    changed_layouts,
-    changed_packages,
-    check_same_run,
-    installed_packages,
-)
+from rollstream.graphs.checkpoint import Checkpoints, Found, RunState, installed_packages
 from rollstream.graphs.crew import demands, plan_on_cluster
 from rollstream.graphs.edge_settings import edge_settings
 from rollstream.graphs.graph import Graph
@@ -47,16 +39,17 @@ from rollstream.graphs.joiner import Joined
 from rollstream.graphs.keeper import Keeper
 from rollstream.graphs.ledger import Ledger
 from rollstream.graphs.options import Resume, RunOptions
+from rollstream.graphs.resume import checkpoint_to_resume, compared
 from rollstream.graphs.saver import DEATH_S, Saver
 from rollstream.graphs.session import connected
-from rollstream.graphs.stats import PartMetrics, Step
+from rollstream.graphs.stats import Evaluated, PartMetrics, Step
+from rollstream.graphs.step_metrics import step_metrics, times
 from rollstream.graphs.stop import StopFlag, step_grace_s
 from rollstream.graphs.surgery import prepared
 from rollstream.graphs.wait import get_all
 from rollstream.graphs.watch import Watch
 from rollstream.placement import Placement, Plan
 from rollstream.stages.balance import balance
-from rollstream.stages.base import Metrics
 from rollstream.stages.errors import CheckpointError, ProcessDied, RollstreamError, StageError
 
 POLL_S = 0.5
@@ -102,6 +95,7 @@ class _Run:
         self.saver = Saver(self.checkpoints, lambda text: self.watch.message(text))
         self.log = GroupLog(self.folder / "groups.jsonl")
         self.notes: list[str] = []  # about the checkpoint, to be told once the view is there
+        self.evaluated: list[Evaluated] = []  # since the last step was given out
         self.furthest_step = self.num_lives_since = 0
         self.found = self._find_checkpoint()
 
@@ -138,7 +132,15 @@ class _Run:
     def _attempt(self, keeper: Keeper, plan: Plan, stop: StopFlag) -> Iterator[Step]:
         """All actors from their start to their end."""
         self.attempt = Attempt(
-            self.graph, plan, self.placement, self.options, self.edges, self.ledger, self.watch, self._on_left
+            self.graph,
+            plan,
+            self.placement,
+            self.options,
+            self.edges,
+            self.ledger,
+            self.watch,
+            self._on_left,
+            lambda found: self._on_evaluated(keeper, found),
         )
         try:
             self._start(keeper)
@@ -179,7 +181,7 @@ class _Run:
             self.watch.message(f"no checkpoint of step {self.step}, the last is of step {last}: {second}")
 
     def _start(self, keeper: Keeper) -> None:
-        self.attempt.start(self.found.folder if self.found else None, self.version, self._below())
+        self.attempt.start(self.found.folder if self.found else None, self.step, self.version, self._below())
         for note in self.notes:
             self.watch.message(note)
         self.notes.clear()
@@ -204,8 +206,8 @@ class _Run:
                 self.watch.message(f"step {self.step + 1} did not end in time and is given up")
                 return
             updated = time.monotonic()
-            step = self._commit_step(groups, metrics | _times(begun, waited, updated, metrics))
-            step = self._save_if_due(keeper, step)
+            step = self._commit_step(groups, metrics | times(begun, waited, updated, metrics))
+            step = self._with_evaluations(self._save_if_due(keeper, step))
             keeper.step(step, groups[0], self.attempt.crew.edges)
             self.watch.step(step)
             del groups  # their rows need not outlive the step
@@ -255,14 +257,7 @@ class _Run:
                 give_up = give_up or time.monotonic() + step_grace_s(os.environ)
                 if time.monotonic() > give_up:
                     return None
-        sums = Metrics()
-        for part in get_all(calls, self.graph.update.name, timeout_s=60):
-            sums.merge(part)
-        for group in groups:
-            sums.merge(group.items[0].metrics)
-            for other in group.items[1:]:
-                sums.merge({n: m for n, m in other.metrics.items() if n not in group.items[0].metrics})
-        return sums.means() | {"step/groups": float(len(groups)), "step/tokens": sums.sums.get("actor/tokens", (0,))[0]}
+        return step_metrics(get_all(calls, self.graph.update.name, timeout_s=60), groups)
 
     def _look_for_a_death(self) -> None:
         """A rank that dies makes those that work with it raise, often before its own death is known: then that is what
@@ -284,6 +279,7 @@ class _Run:
         self.ledger.commit(orders)
         self.attempt.trained(orders)
         self.attempt.flow.admit(self._below())
+        self.attempt.evaluations.begin(self.step, self.version)
         metrics["rollout/staleness"] = sum(staleness) / len(staleness)
         metrics["step/left_groups"] = float(len(self.ledger.left))
         return Step(index=self.step, version=self.version, metrics=metrics, staleness=staleness)
@@ -303,8 +299,28 @@ class _Run:
             self.watch.message(f"group {left.group_id} is set aside in {self.folder / 'quarantine'}: {left.reason}")
         self.attempt.flow.admit(self._below())
 
+    def _on_evaluated(self, keeper: Keeper, found: Evaluated) -> None:
+        """At the step whose weights they are of, which may be long over."""
+        keeper.evaluated(found)
+        self.watch.evaluated(found)
+        self.evaluated.append(found)
+
+    def _with_evaluations(self, step: Step) -> Step:
+        """The step with those that were done since the step before; the last step waits for all."""
+        if step.index == self.options.steps:
+            self._wait_for_evaluations()
+        found, self.evaluated = tuple(self.evaluated), []
+        return dataclasses.replace(step, evaluations=found)
+
+    def _wait_for_evaluations(self) -> None:
+        """Each has a deadline of its own; a signal gives them up."""
+        while not self.watch.stop.signal and self.attempt.evaluations.wait(POLL_S):
+            self.watch.moved()
+            self.attempt.look(self.version)
+
     def _finish(self, keeper: Keeper, stop: StopFlag) -> None:
         self._commit(keeper, wait=True)
+        self._wait_for_evaluations()
         if self.saver.saved_step != self.step and not self.busy:
             raise CheckpointError(
                 f"step {self.step}, the last, could not be saved: the last checkpoint is of step "
@@ -347,7 +363,7 @@ class _Run:
             version=self.version,
             ledger=ledger,
             data=self.graph.source.fingerprint(),
-            graph=str(self.graph),
+            graph=self.graph.drawing,
             settings={s: {k: str(v) for k, v in kv.items()} for s, kv in self.graph.settings().items()},
             packages=installed_packages(),
             tracking_run=tracking_run,
@@ -355,24 +371,10 @@ class _Run:
 
     def _find_checkpoint(self) -> Found | None:
         """The checkpoint to go on from, whose step, version and ledger this run takes over."""
-        resume = self.options.resume
-        found = self.checkpoints.latest()
-        if resume == "never" and found is not None:
-            raise CheckpointError(
-                f"{found.folder} is there already: resume it (--resume, or resume='auto'), or give another folder "
-                "(out=...)"
-            )
-        if resume == "must" and found is None:
-            raise CheckpointError(f"nothing to resume in {self.checkpoints.root}: it has no complete checkpoint")
+        found = checkpoint_to_resume(self.checkpoints, self.options.resume)
         self._take_over(found)
         if found is not None:
-            now = self._state(None, {})
-            check_same_run(found.state, now)
-            self.notes += [
-                *found.passed_over,
-                *changed_packages(found.state, now),
-                *changed_layouts(found.state, now),
-            ]
+            self.notes += compared(found, self._state(None, {}))
         return found
 
     def _take_over(self, found: Found | None) -> Found | None:
@@ -383,13 +385,3 @@ class _Run:
         self.saver.go_on_from(self.step)
         self.busy = False  # the update stage is between a step's halves: nothing may be saved
         return found
-
-
-def _times(begun: float, waited: float, updated: float, metrics: dict[str, float]) -> dict[str, float]:
-    now = time.monotonic()
-    return {
-        "time/step_s": now - begun,
-        "time/wait_s": waited - begun,
-        "time/update_s": updated - waited,
-        "time/tokens_per_s": metrics["step/tokens"] / (now - begun),
-    }

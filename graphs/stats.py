@@ -61,6 +61,20 @@ class PartMetrics(dict[str, float]):
         return math.nan
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """What an evaluation found with the weights after `step` steps; `seconds` from its beginning to its end.
+
+    `metrics` are means by name, such as "eval/reward/mean".
+    """
+
+    name: str
+    step: int
+    version: int
+    metrics: Mapping[str, float]
+    seconds: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One finished step, as `run()` yields it. Where the update stage's process died, the run goes on from its last
@@ -75,6 +89,7 @@ class Step:
     metrics: Mapping[str, float]
     checkpoint: str | None = None  # the newest, where one became whole since the step before
     staleness: tuple[int, ...] = ()  # of each group: versions between its start and its training
+    evaluations: tuple[Evaluated, ...] = ()  # those that were done since the step before; with the last step, all
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,8 @@ def replayed(graph: Graph, recordings: Sequence[str | Path]) -> Graph:
     output, weights = made[id(graph.output)], None
     if graph.weights is not None and graph.weights.to in live:
         weights = Weights(output, to=made[id(graph.weights.to)], max_staleness=graph.weights.max_staleness)
-    return Graph(f"{graph.name}-replay", output=output, weights=weights, bounds=graph.bounds)
+    evaluations = graph.evaluations if weights else ()
+    return Graph(f"{graph.name}-replay", output=output, weights=weights, bounds=graph.bounds, evaluations=evaluations)
 
 
 def narrowed(placement: Placement, before: Graph, after: Graph) -> Placement:
@@ -83,6 +84,7 @@ def narrowed(placement: Placement, before: Graph, after: Graph) -> Placement:
         return placement
     placement.plan(demands(before, placement))  # a stage that it names wrongly is found in the whole graph
     stay = {name for name, stage in after.stages.items() if before.stages.get(name) is stage}
+    stay |= {evaluation.name for evaluation in after.evaluations}
     seats = {name: place for name, place in placement.stages.items() if name in stay}
     replicas = {name: number for name, number in placement.replicas.items() if name in stay}
     bundles = placement.bundles

@@ -12,8 +12,8 @@ import ray
 from rollstream.graphs.crew import Crew
 from rollstream.graphs.edge_metrics import RunMetrics
 from rollstream.graphs.options import RunOptions
-from rollstream.graphs.report import LiveView
-from rollstream.graphs.stats import EdgeStats, Snapshot, StageStats, Step
+from rollstream.graphs.report import LiveView, evaluated_line
+from rollstream.graphs.stats import EdgeStats, Evaluated, Snapshot, StageStats, Step
 from rollstream.graphs.stop import StopFlag
 from rollstream.graphs.wait import get
 from rollstream.stages.errors import ProcessDied, StalledError
@@ -68,6 +68,10 @@ class Watch:
         self._step, self._metrics = step.index, step.metrics
         self._view.step(step)
         self._metrics_of_run.step(list(step.staleness))
+        self.moved()
+
+    def evaluated(self, found: Evaluated) -> None:
+        self._view.message(evaluated_line(found))
         self.moved()
 
     def moved(self) -> None:

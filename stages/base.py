@@ -279,16 +279,27 @@ class RolloutStage(Stage[In, Out]):
             validate(group, self.produces.columns, self.produces.nullable, self.name)
         return group
 
-    def run(self, groups: Sequence[pa.RecordBatch], *, timeout_s: float = 600.0) -> Iterator[pa.RecordBatch]:
+    def run(self, groups: Iterable[pa.RecordBatch], *, timeout_s: float = 600.0) -> Iterator[pa.RecordBatch]:
         """What comes of these groups and no others, as they end; for use outside a graph. Raises StalledError where
         none ends for `timeout_s`."""
-        for group in groups:
-            self.submit(group)
-        for _ in groups:
-            group = self.take(timeout_s)
-            if group is None:
-                raise StalledError(f"{self.name}: no group ended in {timeout_s:g} s")
-            yield group
+        waiting, num_flying, drained = iter(groups), 0, False
+        while True:
+            while not drained and num_flying < self.groups_in_flight:
+                group = next(waiting, None)
+                drained = group is None
+                if group is not None:
+                    self.submit(group)
+                    num_flying += 1
+            if not num_flying:
+                return
+            while num_flying:
+                done = self.take(timeout_s)
+                if done is None:
+                    raise StalledError(f"{self.name}: no group ended in {timeout_s:g} s")
+                num_flying -= 1
+                yield done
+                if self.continuous:
+                    break
 
 
 class UpdateStage(Stage[In, Out]):

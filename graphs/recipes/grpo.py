@@ -8,8 +8,10 @@ Source of the method: DeepSeekMath, arXiv 2402.03300.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rollstream.graphs.evaluation import Evaluation
 from rollstream.graphs.graph import Graph
 from rollstream.graphs.weights import Weights
 from rollstream.stages.actor import ActorUpdate
@@ -33,6 +35,8 @@ class GRPO:
     ref: RefLogprob.Config | None = None
     #: Versions that a group may be behind when it is trained; above 0, generation overlaps training.
     max_staleness: int = 0
+    #: What the run is judged by while it trains.
+    evaluations: Sequence[Evaluation] = ()
     name: str = "grpo"
 
 
@@ -42,4 +46,5 @@ def grpo(config: GRPO) -> Graph:
     scored = Reward(config.reward)(rollouts)
     ref = RefLogprob(config.ref)(rollouts) if config.ref else None
     update = ActorUpdate(config.actor)(Advantage(config.advantage)(scored), ref=ref)
-    return Graph(config.name, output=update, weights=Weights(update, to=rollouts, max_staleness=config.max_staleness))
+    weights = Weights(update, to=rollouts, max_staleness=config.max_staleness)
+    return Graph(config.name, output=update, weights=weights, evaluations=config.evaluations)

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollstream.graphs import Bounds, Graph, Step, Weights, run
+    from rollstream.graphs import Bounds, Evaluation, Graph, Step, Weights, run
     from rollstream.graphs.recipes import GRPO, grpo
     from rollstream.placement import Bundle, Placement
     from rollstream.stages.actor import ActorUpdate
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rollstream.stages.rollout import Rollout, Trajectory
 
 _HOMES = {
-    "rollstream.graphs": ("Bounds", "Graph", "Step", "Weights", "run"),
+    "rollstream.graphs": ("Bounds", "Evaluation", "Graph", "Step", "Weights", "run"),
     "rollstream.graphs.recipes": ("GRPO", "grpo"),
     "rollstream.placement": ("Bundle", "Placement"),
     "rollstream.stages.actor": ("ActorUpdate",),
@@ -53,6 +53,7 @@ __all__ = [
     "Bounds",
     "Bundle",
     "Correction",
+    "Evaluation",
     "Graph",
     "Layout",
     "Lora",

@@ -15,7 +15,16 @@ import numpy as np
 import pyarrow as pa
 
 from rollstream.graphs import Graph, Weights
-from rollstream.stages.base import Filtered, MapStage, RolloutStage, Source, UpdateStage, check_wiring
+from rollstream.stages.base import (
+    LARGEST,
+    SMALLEST,
+    Filtered,
+    MapStage,
+    RolloutStage,
+    Source,
+    UpdateStage,
+    check_wiring,
+)
 from rollstream.stages.schema import Advantaged, Prompted, Rollouts, Scored, Trained, WithRef
 
 
@@ -37,6 +46,38 @@ class Numbers(Source[Prompted]):
 
     def fingerprint(self) -> str:
         return f"numbers to {self.config.count}"
+
+
+class HeldOut(Numbers):
+    def __len__(self) -> int:
+        return self.config.count
+
+
+class Versions(MapStage[Rollouts, Scored]):
+    """The reward is the version of the weights that made a sample."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        die_once: str = ""  # a file: where it is there already, the stage lives
+        waits_for: str = ""  # a file: the stage does nothing until it is there
+        fails: bool = False
+
+    def process(self, group):
+        give_up = time.monotonic() + 60
+        while self.config.waits_for and not Path(self.config.waits_for).exists():
+            assert time.monotonic() < give_up, f"{self.config.waits_for} did not come"
+            time.sleep(0.1)
+        if self.config.fails:
+            raise ZeroDivisionError("the toy divides by zero")
+        if self.config.die_once and not Path(self.config.die_once).exists():
+            Path(self.config.die_once).touch()
+            os._exit(7)
+        versions = [float(ids[0]) for ids in group.column("response_ids").to_pylist()]
+        for version in versions:
+            self.metrics.add("reward/least", version, SMALLEST)
+            self.metrics.add("reward/most", version, LARGEST)
+        parts = pa.array([{}] * len(versions), Scored.columns["reward_parts"])
+        return {"reward": pa.array(versions), "reward_parts": parts}
 
 
 class Echo(RolloutStage[Prompted, Rollouts]):
@@ -197,13 +238,23 @@ class Count(UpdateStage[Advantaged, Trained]):
 
 
 def toy_graph(
-    diary: Path, *, max_staleness=0, count=None, with_ref=False, echo=None, score=None, bounds=None, **update
+    diary: Path,
+    *,
+    max_staleness=0,
+    count=None,
+    with_ref=False,
+    echo=None,
+    score=None,
+    bounds=None,
+    evaluations=(),
+    **update,
 ) -> Graph:
     rollouts = Echo(Echo.Config(**(echo or {})))(Numbers(Numbers.Config(count=count)))
     scored = Score(Score.Config(**(score or {})))(rollouts)
     ref = Ref()(rollouts) if with_ref else None
     output = Count(Count.Config(diary=str(diary), **update))(Weigh()(scored), ref=ref)
-    return Graph("toy", output=output, weights=Weights(output, to=rollouts, max_staleness=max_staleness), bounds=bounds)
+    weights = Weights(output, to=rollouts, max_staleness=max_staleness)
+    return Graph("toy", output=output, weights=weights, bounds=bounds, evaluations=evaluations)
 
 
 def diary_of(path: Path) -> list[dict]:

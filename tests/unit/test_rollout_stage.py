@@ -62,6 +62,18 @@ def stage(folder: str) -> Rollout:
     return stage
 
 
+def test_run_gives_no_more_groups_at_once_than_may_be_in_flight(folder: str, monkeypatch: pytest.MonkeyPatch):
+    stage = Rollout(Rollout.Config(model=folder, n=1, max_tokens=2, groups_in_flight=2))
+    stage.setup(World())
+    batches: list[int] = []
+    generate = stage.engine._generate_batch  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(
+        stage.engine, "_generate_batch", lambda b, limits: (batches.append(len(b)), generate(b, limits))[1]
+    )
+    assert len(list(stage.run(prompt(i, [2]) for i in range(5)))) == 5
+    assert batches == [2, 2, 1]
+
+
 def test_each_prompt_becomes_a_group_of_n_rows(stage):
     groups = list(stage.run([prompt(0, [2, 3]), prompt(1, [4])]))
     assert [g.num_rows for g in groups] == [4, 4]

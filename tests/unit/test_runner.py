@@ -10,12 +10,13 @@ from rollstream.graphs import runner
 
 def test_the_tracker_has_all_that_it_reads_from_edges_before_they_end(monkeypatch):
     events: list[str] = []
-    attempt = SimpleNamespace(stop=lambda: events.append("actors end"))
+    evaluations = SimpleNamespace(wait=lambda timeout_s: False)
+    attempt = SimpleNamespace(stop=lambda: events.append("actors end"), evaluations=evaluations)
     monkeypatch.setattr(runner, "Attempt", lambda *_: attempt)
     keeper: Any = SimpleNamespace(catch_up=lambda: events.append("tracker caught up"), where=lambda: "")
     run: Any = object.__new__(runner._Run)
     run.graph = run.placement = run.edges = run.ledger = None
-    run.watch = SimpleNamespace(message=lambda text: None)
+    run.watch = SimpleNamespace(message=lambda text: None, stop=SimpleNamespace(signal=None))
     run.options = SimpleNamespace(export=False)
     run._start = lambda keeper: None
     run._loop = lambda keeper, stop: iter(())

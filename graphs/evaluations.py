@@ -1,0 +1,125 @@
+r"""The runner's side of evaluations: begins those that are due, and takes in what they found, without waiting.
+
+    due -> waits for the one before it -> under way -> done
+             \-> left out, where the next is due before it could begin
+
+An evaluator that dies is started again by Ray and given the same weights again. One that raises ends the run, like any
+stage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from rollstream.graphs import actors
+from rollstream.graphs.evaluation import Evaluation
+from rollstream.graphs.stats import Evaluated
+from rollstream.graphs.wait import ask, get
+from rollstream.graphs.weights import Published
+from rollstream.stages.errors import EngineDied, ProcessDied, RollstreamError, StageError, StalledError
+
+#: The weights have just been published: the store has them.
+STORE_S = 60.0
+
+
+@dataclass
+class _Line:
+    """One evaluation: the step that it is at work on, and the one that waits."""
+
+    evaluation: Evaluation
+    actor: Any
+    waiting: tuple[int, Published] | None = None
+    at_work: tuple[int, Published] | None = None
+    call: Any = None
+    begun: float = 0.0
+    deaths: int = 0  # since it was done last
+    is_back: bool = True  # its process answers, as far as is known
+
+
+class Evaluations:
+    """Of one attempt. `done` gets each result once; `tell` messages for the user."""
+
+    def __init__(
+        self,
+        evaluations: Sequence[Evaluation],
+        evaluators: Mapping[str, Any],
+        store: Any,
+        *,
+        max_restarts: int,
+        done: Callable[[Evaluated], None],
+        tell: Callable[[str], None],
+    ):
+        self._lines = [_Line(e, evaluators[e.name]) for e in evaluations]
+        self._store, self._max_restarts = store, max_restarts
+        self._done, self._tell = done, tell
+
+    def begin(self, step: int, version: int) -> None:
+        """Takes the weights of `version`, which the store has, for those that are due after `step` steps."""
+        due = [line for line in self._lines if line.evaluation.is_due(step)]
+        if not due:
+            return
+        weights: Published = ask(lambda: self._store.latest.remote(version - 1), "the weight store", timeout_s=STORE_S)
+        assert weights.version == version, f"the store has version {weights.version}, not {version}"
+        for line in due:
+            if line.waiting is not None:
+                self._tell(
+                    f"{line.evaluation.name} of step {line.waiting[0]} is left out: an evaluation takes longer than "
+                    f"{line.evaluation.every} steps; raise `every`, or give it fewer prompts"
+                )
+            line.waiting = (step, weights)
+        self.look()
+
+    def look(self) -> None:
+        """Takes in what is done and begins what waits. Raises StageError, StalledError."""
+        for line in self._lines:
+            if line.call is not None:
+                self._take(line)
+            if line.call is None and line.at_work is None and line.waiting is not None:
+                line.at_work, line.waiting, line.begun = line.waiting, None, time.monotonic()
+            if line.call is None and line.at_work is not None:
+                line.call = line.actor.evaluate.remote(line.at_work[1]) if line.is_back else line.actor.hello.remote()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether there is still something to wait for; waits for news of it."""
+        if calls := [line.call for line in self._lines if line.call is not None]:
+            ray.wait(calls, timeout=timeout_s)
+        return any(line.at_work is not None for line in self._lines)
+
+    def _take(self, line: _Line) -> None:
+        assert line.at_work is not None
+        (step, weights), evaluation = line.at_work, line.evaluation
+        seconds = time.monotonic() - line.begun
+        if not ray.wait([line.call], timeout=0)[0]:
+            if seconds > evaluation.timeout_s:
+                raise StalledError(
+                    f"{evaluation.name} of step {step} has taken {seconds:.0f} s (timeout_s={evaluation.timeout_s:g})"
+                )
+            return
+        call, line.call = line.call, None
+        try:
+            answer: Any = get(call, evaluation.name, timeout_s=1)
+        except (ProcessDied, EngineDied) as error:
+            if line.is_back:
+                self._on_death(line, error)
+            return
+        if not line.is_back:
+            line.is_back = True
+            return
+        line.at_work, line.deaths = None, 0
+        metrics = {f"{evaluation.name}/{name}": value for name, value in answer.items()}
+        self._done(Evaluated(evaluation.name, step, weights.version, metrics, seconds))
+
+    def _on_death(self, line: _Line, error: RollstreamError) -> None:
+        name, line.is_back = line.evaluation.name, False
+        line.deaths += 1
+        if line.deaths > self._max_restarts:
+            times = f"its process died {line.deaths} times (max_restarts={self._max_restarts})"
+            raise StageError(name, "", f"{times}. The last time: {error}")
+        if isinstance(error, EngineDied):
+            actors.restart(line.actor)
+        self._tell(f"{name} died and is started again: {str(error).splitlines()[0]}")

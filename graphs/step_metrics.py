@@ -1,0 +1,34 @@
+"""The metrics of one step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from rollstream.graphs.joiner import Joined
+from rollstream.stages.base import Metric, Metrics
+
+
+def step_metrics(ranks: Iterable[Mapping[str, Metric]], groups: Sequence[Joined]) -> dict[str, float]:
+    """What the update stage's ranks measured, and what was measured on the way of the step's groups. A group that came
+    on several streams brings what they have in common once."""
+    sums = Metrics()
+    for rank in ranks:
+        sums.merge(rank)
+    for group in groups:
+        first, *others = (item.metrics for item in group.items)
+        sums.merge(first)
+        for other in others:
+            sums.merge({name: metric for name, metric in other.items() if name not in first})
+    return sums.means() | {"step/groups": float(len(groups)), "step/tokens": sums.sums.get("actor/tokens", (0,))[0]}
+
+
+def times(begun: float, waited: float, updated: float, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a step that ends now: by time.monotonic its beginning, the end of its wait, of its update."""
+    now = time.monotonic()
+    return {
+        "time/step_s": now - begun,
+        "time/wait_s": waited - begun,
+        "time/update_s": updated - waited,
+        "time/tokens_per_s": metrics["step/tokens"] / (now - begun),
+    }

@@ -18,7 +18,21 @@ from pathlib import Path
 
 import demo_assets
 
-from rollstream import GRPO, ActorUpdate, Graph, Prompts, RefLogprob, Reward, Rollout, grpo, reward, run
+from rollstream import (
+    GRPO,
+    ActorUpdate,
+    Evaluation,
+    Graph,
+    Prompts,
+    RefLogprob,
+    Reward,
+    Rollout,
+    Step,
+    grpo,
+    reward,
+    run,
+)
+from rollstream.graphs.stats import Evaluated
 
 
 @reward
@@ -30,7 +44,12 @@ def number_alone(response: str, target: str, finish_reason: str) -> float:
     return 0.3 if first and first[0] == target else 0.0
 
 
-def graph(model: Path, prompts: Path) -> Graph:
+def judged(response: str, target: str) -> tuple[float, dict[str, float]]:
+    """Whether the response is the right number alone, and whether it holds it at all."""
+    return float(response.strip() == target), {"anywhere": float(target in re.findall(r"\d+", response))}
+
+
+def graph(model: Path, prompts: Path, evaluation: Evaluation) -> Graph:
     return grpo(
         GRPO(
             name="sums",
@@ -47,39 +66,24 @@ def graph(model: Path, prompts: Path) -> Graph:
                 kl_coef=0.005,
                 micro_batch_size=32,
             ),
+            evaluations=[evaluation],
         )
     )
 
 
-def accuracy(model: Path, heldout: Path) -> dict[str, float]:
-    """Greedy answers of at most 12 tokens, judged: the shares "exact" and "anywhere"."""
-    import pyarrow.parquet as pq
-    from transformers import AutoTokenizer
-
-    from rollstream.stages.rollout.engine import Request, Sampling, generate
-    from rollstream.stages.rollout.hf_engine import TransformersEngine
-
-    rows = pq.read_table(heldout).to_pylist()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    requests = [
-        Request(
-            request_id=str(i),
-            prompt_ids=tokenizer(row["prompt"]).input_ids,
-            sample_ids=(str(i),),
-            sampling=Sampling(temperature=0, max_tokens=12),
-        )
-        for i, row in enumerate(rows)
-    ]
-    engine = TransformersEngine(str(model), dtype="float32", stage="evaluation")
-    answers = generate(engine, requests)
-    said = {int(i): tokenizer.decode(s[0].response_ids, skip_special_tokens=True) for i, s in answers}
-    engine.close()
-    exact = sum(said[i].strip() == row["answer"] for i, row in enumerate(rows))
-    anywhere = sum(row["answer"] in re.findall(r"\d+", said[i]) for i, row in enumerate(rows))
-    return {"exact": exact / len(rows), "anywhere": anywhere / len(rows)}
+def held_out(model: Path, prompts: Path, every: int) -> Evaluation:
+    """Greedy answers of at most 12 tokens to sums that are not trained on."""
+    source = Prompts(Prompts.Config(path=str(prompts), model=str(model), chat_template=False))
+    answers = Rollout(Rollout.Config(model=str(model), n=1, temperature=0, max_tokens=12, groups_in_flight=64))(source)
+    return Evaluation(Reward(Reward.Config(function=judged))(answers), every=every)
 
 
-def plot(curves: list[dict[str, float]], before: dict[str, float], after: dict[str, float], file: Path) -> None:
+def shares(found: Evaluated) -> dict[str, float]:
+    """Of the held-out sums: those answered exactly, and those whose answer is anywhere in the response."""
+    return {"exact": found.metrics["eval/reward/mean"], "anywhere": found.metrics["eval/reward/part/anywhere"]}
+
+
+def plot(steps: list[Step], evaluations: list[Evaluated], file: Path) -> None:
     """The run's curves as a picture."""
     import matplotlib as mpl
 
@@ -87,7 +91,6 @@ def plot(curves: list[dict[str, float]], before: dict[str, float], after: dict[s
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 4, figsize=(15, 3.4), layout="constrained")
-    steps = [int(c["step"]) for c in curves]
     for axis, (name, title) in zip(
         axes,
         [
@@ -97,17 +100,16 @@ def plot(curves: list[dict[str, float]], before: dict[str, float], after: dict[s
         ],
         strict=False,
     ):
-        axis.plot(steps, [c[name] for c in curves], color="tab:blue")
+        axis.plot([s.index for s in steps], [s.metrics[name] for s in steps], color="tab:blue")
         axis.set_title(title, fontsize=10)
+    for name in ("exact", "anywhere"):
+        axes[3].plot([e.step for e in evaluations], [100 * shares(e)[name] for e in evaluations], "o-", label=name)
+    axes[3].set_ylim(0, 105)
+    axes[3].set_title(f"{demo_assets.NUM_HELDOUT} held-out sums, % right", fontsize=10)
+    axes[3].legend(fontsize=8)
+    for axis in axes:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
-    for offset, (label, values) in enumerate([("before", before), ("after", after)]):
-        bars = axes[3].bar([offset - 0.2 + 2.2 * i for i in range(2)], [100 * v for v in values.values()], label=label)
-        axes[3].bar_label(bars, fmt="%.0f")
-    axes[3].set_xticks([0.3, 2.5], list(before))
-    axes[3].set_ylim(0, 105)
-    axes[3].set_title("128 held-out sums, % right", fontsize=10)
-    axes[3].legend(fontsize=8)
     figure.savefig(file, dpi=110)
 
 
@@ -120,16 +122,23 @@ def main() -> None:
     model, (train, heldout) = demo_assets.model(), demo_assets.prompts()
     out = given.out.absolute()
     shutil.rmtree(out, ignore_errors=True)
-    before = accuracy(model, heldout)
-    print(f"held-out sums before: {_shares(before)}", flush=True)
-    curves = [{"step": s.index, **s.metrics} for s in run(graph(model, train), steps=given.steps, out=out)]
-    after = accuracy(out / "model", heldout)
-    plot(curves, before, after, out / "curves.png")
-    (out / "result.json").write_text(json.dumps({"before": before, "after": after, "curves": curves}, indent=1))
+    evaluation = held_out(model, heldout, every=max(given.steps // 2, 1))
+    steps: list[Step] = []
+    for step in run(graph(model, train, evaluation), steps=given.steps, out=out):
+        steps.append(step)
+        for found in step.evaluations:
+            print(f"held-out sums after {found.step} steps: {_shares(found)}", flush=True)
+    evaluations = [found for step in steps for found in step.evaluations]
+    plot(steps, evaluations, out / "curves.png")
+    result = {
+        "evaluations": {e.step: shares(e) for e in evaluations},
+        "curves": [{"step": s.index, **s.metrics} for s in steps],
+    }
+    (out / "result.json").write_text(json.dumps(result, indent=1))
     print(
         f"""
-held-out sums before: {_shares(before)}
-held-out sums after:  {_shares(after)}        in {time.monotonic() - begun:.0f} s
+held-out sums before: {_shares(evaluations[0])}
+held-out sums after:  {_shares(evaluations[-1])}        in {time.monotonic() - begun:.0f} s
 
 curves       {out / "curves.png"}
 MLflow run   mlflow ui --backend-store-uri sqlite:///{out.parent / "mlflow.db"}     then open http://127.0.0.1:5000
@@ -138,8 +147,8 @@ model        {out / "model"}     open it: transformers.AutoModelForCausalLM.from
     )
 
 
-def _shares(values: dict[str, float]) -> str:
-    return "   ".join(f"{name} {100 * value:.1f} %" for name, value in values.items())
+def _shares(found: Evaluated) -> str:
+    return "   ".join(f"{name} {100 * value:.1f} %" for name, value in shares(found).items())
 
 
 if __name__ == "__main__":

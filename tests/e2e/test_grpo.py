@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollstream import GRPO, ActorUpdate, Placement, Prompts, RefLogprob, Reward, Rollout, Step, grpo, run
+from rollstream import GRPO, ActorUpdate, Evaluation, Placement, Prompts, RefLogprob, Reward, Rollout, Step, grpo, run
+from rollstream.stages.base import World
 from rollstream.stages.megatron.layout import Layout
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_cluster")]
@@ -40,6 +42,10 @@ def share_of_letters(response: str, response_ids: list[int]) -> float:
     return sum("a" <= c <= "z" for c in response) / len(response_ids)
 
 
+def greedy(model: str) -> Rollout.Config:
+    return Rollout.Config(model=model, n=1, temperature=0, max_tokens=8)
+
+
 ONE_THREAD = Placement.auto(threads=1)
 NUM_STEPS = 14
 
@@ -48,6 +54,8 @@ NUM_STEPS = 14
 def done(config, tmp_path_factory) -> Done:
     """The run that several tests look at; they change nothing in its folder."""
     folder = tmp_path_factory.mktemp("done") / "runs/a"
+    held_out = Rollout(greedy(config.rollout.model))(Prompts(config.data))
+    config = replace(config, evaluations=[Evaluation(Reward(config.reward)(held_out), every=NUM_STEPS // 2)])
     return Done(list(run(grpo(config), steps=NUM_STEPS, out=folder, placement=ONE_THREAD)), folder)
 
 
@@ -61,6 +69,19 @@ def test_step_one_is_exactly_on_policy_and_the_reward_rises(done):
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
     # new weights reach the engine each step
     assert max(s.metrics["rollout/logprob_diff"] for s in done.steps) <= 1e-4
+
+
+def test_evaluations_are_of_the_weights_of_their_step(done, config):
+    """The last one is that of the model which the run leaves, answered here."""
+    rewards = {e.step: e.metrics["eval/reward/mean"] for step in done.steps for e in step.evaluations}
+    assert list(rewards) == [0, NUM_STEPS // 2, NUM_STEPS]
+    assert rewards[NUM_STEPS] > rewards[0] + 0.2
+    answers, source = Rollout(greedy(str(done.folder / "model"))), Prompts(config.data)
+    answers.setup(World(threads=1))
+    groups = answers.run(itertools.islice(source.rows(frozenset(), 0), len(source)))
+    rows = [row for group in groups for row in group.to_pylist()]
+    own = [share_of_letters(row["response"], row["response_ids"]) for row in rows]
+    assert rewards[NUM_STEPS] == pytest.approx(np.mean(own))
 
 
 def test_what_a_run_keeps(done, config):

@@ -8,6 +8,7 @@ from pathlib import Path
 from rollstream.graphs.crew import Crew
 from rollstream.graphs.edge_actor import EdgeSettings
 from rollstream.graphs.evaluations import Evaluations
+from rollstream.graphs.feed import Feed
 from rollstream.graphs.flow import EDGE_S, Flow
 from rollstream.graphs.graph import Graph
 from rollstream.graphs.item import Left
@@ -59,6 +60,7 @@ class Attempt:
         update = graph.update
         inputs = [self.crew.edges[producer] for producer in graph.inputs_of(update.name).values()]
         self.joiner = Joiner(update.name, inputs, at_most=update.groups_per_step, ledger=ledger)
+        self.feed = Feed(update, self.joiner, self.crew.updaters)
 
     def start(self, checkpoint: Path | None, step: int, version: int, below: int) -> None:
         """Loads the stages, then the checkpoint of `step` if there is one, and lets groups of orders below `below`

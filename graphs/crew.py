@@ -163,7 +163,7 @@ def _host(graph: Graph, stage: str, rank: int, seat: Seat, group: Any, threads: 
         found,
         World(rank=rank, size=found.num_ranks, threads=threads),
         comes_back=not isinstance(found, UpdateStage),  # its weights are in the last checkpoint only
-        concurrency_groups={"control": 1, "saving": 1, "life": 1},
+        concurrency_groups={"control": 1, "feed": 1, "saving": 1, "life": 1},
         **_seated(seat, group),
     )
 

@@ -1,10 +1,11 @@
 """The Ray actor that a stage runs in: one for each rank of each replica.
 
     source / map / rollout   rank 0's `produce` leases, works, puts out; its peers are called with the same group
-    update                   the runner calls `update` on all ranks with their shares
+    update                   all ranks `take` their shares and `update`; feed.py calls them
 
 What was leased is acked by the edge behind, once what came of it is safe there. One thread works (the default group),
-one answers `stats` while it does, one waits for a checkpoint to be written, one shows that the process lives.
+one answers `stats` while it does, one reads the next step's groups, one waits for a checkpoint to be written, one shows
+that the process lives.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,6 +63,7 @@ class StageHost:
         self._started = time.monotonic()
         self._busy_s = 0.0
         self._working: tuple[str, float] | None = None
+        self._shares: dict[int, Future[list[pa.RecordBatch]]] = {}  # by step: of the one that goes on, and of the next
         threads = (world.threads or max((os.cpu_count() or 1) // world.size, 1)) if stage.uses_device else 1
         self._world = dataclasses.replace(world, threads=threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray says 1; math libraries read it when they are first loaded
@@ -219,12 +222,31 @@ class StageHost:
 
     # Update stages ----------------------------------------------------------------------------------------------
 
-    def update(self, step: int, groups: Sequence[Sequence[Item]]) -> Mapping[str, Metric]:
-        """One step on this rank's share. Each group is given as one item for each input stream."""
+    @ray.method(concurrency_group="feed")
+    def take(self, step: int, groups: Sequence[Sequence[Item]]) -> None:
+        """This rank's share of a step, ahead of its `update`; another step may still go on. Each group is given as one
+        item for each input stream."""
+        given = self._share(step)
+        try:
+            found = iter(fetch_all([item for streams in groups for item in streams], self._links.edges))
+            given.set_result([join_columns([next(found) for _ in streams]) for streams in groups])
+        except BaseException as error:  # noqa: BLE001 - it is the step's
+            given.set_exception(error)
+
+    def update(self, step: int) -> Mapping[str, Metric]:
+        """One step on the share that `take` brings."""
         stage = self._updater
-        found = iter(fetch_all([item for streams in groups for item in streams], self._links.edges))
-        batches = [join_columns([next(found) for _ in streams]) for streams in groups]
-        return self._work(f"step {step}", lambda: stage.update(batches))
+
+        def train() -> Mapping[str, Metric]:
+            return stage.update(self._share(step).result(timeout=CALL_S))
+
+        try:
+            return self._work(f"step {step}", train)
+        finally:
+            self._shares.pop(step, None)
+
+    def _share(self, step: int) -> Future[list[pa.RecordBatch]]:
+        return self._shares.setdefault(step, Future())
 
     def publish(self, store: Any, version: int) -> None:
         """Sends the weights to the store as `version`; collective, rank 0 puts them out."""

@@ -94,12 +94,13 @@ def step_line(step: Step) -> str:
 
 
 def evaluated_line(found: Evaluated) -> str:
-    """
+    """The mean reward, and what else is not 0.
+
     >>> evaluated_line(Evaluated("eval", 20, 20, {"eval/reward/mean": 0.5, "eval/rollout/truncated": 0.0}, 12.34))
-    'eval of step 20  reward/mean 0.5  rollout/truncated 0  in 12.3 s'
+    'eval of step 20  reward/mean 0.5  in 12.3 s'
     """
-    own = f"{found.name}/"
-    shown = [f"{name.removeprefix(own)} {_number(value)}" for name, value in sorted(found.metrics.items())]
+    metrics = {name.removeprefix(f"{found.name}/"): value for name, value in sorted(found.metrics.items())}
+    shown = [f"{name} {_number(value)}" for name, value in metrics.items() if value or name == "reward/mean"]
     return "  ".join([f"{found.name} of step {found.step}", *shown, f"in {found.seconds:.1f} s"])
 
 

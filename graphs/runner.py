@@ -49,7 +49,6 @@ from rollstream.graphs.surgery import prepared
 from rollstream.graphs.wait import get_all
 from rollstream.graphs.watch import Watch
 from rollstream.placement import Placement, Plan
-from rollstream.stages.balance import balance
 from rollstream.stages.errors import CheckpointError, ProcessDied, RollstreamError, StageError
 
 POLL_S = 0.5
@@ -192,10 +191,9 @@ class _Run:
         keeper.describe(self.step)
 
     def _loop(self, keeper: Keeper, stop: StopFlag) -> Iterator[Step]:
-        update = self.graph.update
         while self.options.steps is None or self.step < self.options.steps:
             begun = time.monotonic()
-            groups = self._wait_for_groups(update.groups_per_step)
+            groups = self._wait_for_groups()
             if not groups:
                 if not stop.signal and self.options.steps is not None:
                     self.watch.message(f"the prompts ended after {self.step} of {self.options.steps} steps")
@@ -216,18 +214,17 @@ class _Run:
             if stop.signal:
                 return
 
-    def _wait_for_groups(self, wanted: int) -> list[Joined]:
+    def _wait_for_groups(self) -> list[Joined]:
         """A step's groups; fewer only where the prompts have ended, none where the run is to stop."""
-        joiner = self.attempt.joiner
-        while joiner.poll(POLL_S) < wanted and not joiner.ended:
+
+        def look() -> bool:
             self.saver.look()
             self.attempt.look(self.version)
-            if self.watch.stop.signal:
-                return []
-        if joiner.ended:
+            return not self.watch.stop.signal
+
+        groups = self.attempt.feed.wait(POLL_S, look)
+        if self.attempt.joiner.ended:
             self.attempt.settle()
-        groups = joiner.take(wanted)
-        joiner.ask()  # the next step's come while this one trains
         return groups
 
     def _update(self, groups: Sequence[Joined]) -> dict[str, float] | None:
@@ -236,12 +233,7 @@ class _Run:
         late = [g.group_id for g in groups if self.version - g.version > allowed]
         assert not late, f"groups {late} are more than {allowed} versions old"
         self.busy = True
-        shares = balance([g.num_tokens for g in groups], self.graph.update.data_parallel_size)
-        calls = [
-            rank.update.remote(self.step + 1, [groups[g].items for g in shares[share]])
-            for number, rank in enumerate(self.attempt.crew.updaters)
-            for share in (self.graph.update.share_of(number),)
-        ]
+        calls = self.attempt.feed.begin(self.step + 1, groups)
         pending = calls
         give_up: float | None = None
         while pending:
@@ -252,6 +244,7 @@ class _Run:
                 self._look_for_a_death()
                 raise
             self.saver.look()
+            self.attempt.feed.look_ahead(self.step + 2)
             self.attempt.look(self.version, update_is_free=False)
             if self.watch.stop.signal:
                 give_up = give_up or time.monotonic() + step_grace_s(os.environ)

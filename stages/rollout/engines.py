@@ -29,5 +29,6 @@ def make_engine(config: Rollout.Config, sampling: Sampling, *, stage: str) -> En
         sampling=sampling,
         updates=config.weight_updates or "resume",
         timeout_s=config.engine_timeout_s,
+        check_weights=config.check_weights,
         args=config.engine_args,
     )

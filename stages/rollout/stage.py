@@ -71,6 +71,8 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
         #: "keep" goes on with the past (KV cache) of the old weights. Each token's version is recorded. None: "between"
         #: with transformers, "resume" with vllm.
         weight_updates: str | None = None
+        #: vllm: some tensors of each version are held against their checksums where they arrive.
+        check_weights: bool = False
         #: vllm: a core that gives no answer for so long is ended, and the stage's process started again.
         engine_timeout_s: float = 60.0
         #: Makes a sample in several turns, with tools: `async def rollout(engine, prompt, tools) -> Trajectory` or
@@ -122,6 +124,10 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
                 (
                     self.engine == "vllm" or not self.engine_args,
                     f"engine_args={dict(self.engine_args)} are vLLM's: set engine='vllm', or leave them out",
+                ),
+                (
+                    self.engine == "vllm" or not self.check_weights,
+                    "check_weights needs engine='vllm': transformers takes the arrays as they are",
                 ),
                 (
                     self.engine in ENGINES,

@@ -14,7 +14,7 @@ import asyncio
 import queue
 import shutil
 import threading
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from rollstream.stages.rollout.engine import Request, Sample, Sampling
 from rollstream.stages.rollout.folder_tensors import FolderTensors
 from rollstream.stages.rollout.model_limits import ModelLimits
 from rollstream.stages.rollout.vllm_plugin import BACKEND
-from rollstream.stages.rollout.weight_files import files_of, make_folder
+from rollstream.stages.rollout.weight_files import checksums, files_of, make_folder
 
 T = TypeVar("T")
 #: What vLLM needs to load a model, or to take weights in.
@@ -42,7 +42,8 @@ PROBE_S = 1.0
 class VllmEngine:
     """See `Engine`. `updates` is one of WEIGHT_UPDATES, `args` are further settings of vLLM's AsyncEngineArgs; a core
     that gives no answer for `timeout_s` is taken for dead. `sampling` is that of all requests, but for its lengths.
-    `version` is that of the weights in use, `pids` are vLLM's processes."""
+    With `check_weights` its workers hold some tensors of each version against their checksums. `version` is that of the
+    weights in use, `pids` are vLLM's processes."""
 
     continuous = True
 
@@ -55,11 +56,13 @@ class VllmEngine:
         sampling: Sampling,
         updates: str,
         timeout_s: float,
+        check_weights: bool,
         args: Mapping[str, Any],
     ):
         on_gpu = torch.cuda.is_available()
         vllm_settings.prepare_environment(on_gpu=on_gpu)
         self._stage, self.updates, self._timeout_s = stage, updates, timeout_s
+        self._check_weights = check_weights
         self.version = 0
         self._flying = 0
         self._ended: queue.Queue[tuple[str, list[Sample]] | BaseException] = queue.Queue()
@@ -154,7 +157,7 @@ class VllmEngine:
             raise errors.exceptions[0] from None
         self._ended.put((request.request_id, [task.result() for task in tasks]))
 
-    async def _load(self, version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    async def _load(self, version: int, tensors: Sequence[tuple[str, np.ndarray]]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         engine = self._engine
@@ -163,9 +166,10 @@ class VllmEngine:
             mode = {"resume": "abort"}.get(self.updates, "keep")
             await self._alive(engine.pause_generation(mode=mode, clear_cache=self.updates != "keep"))
             await self._alive(engine.start_weight_update())
+            sums = checksums(tensors) if self._check_weights else {}
             files = iter(files_of(tensors, self._folder))
             while (path := await asyncio.to_thread(next, files, None)) is not None:
-                update = WeightTransferUpdateRequest(update_info={"path": str(path)})
+                update = WeightTransferUpdateRequest(update_info={"path": str(path), "checksums": sums})
                 await self._alive(engine.update_weights(update))
                 path.unlink()
             await self._alive(engine.finish_weight_update())

@@ -11,8 +11,7 @@ run, and for engines that start late.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,10 +31,10 @@ class Init(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """A safetensors file, and the CRC-32 of its bytes where it is to be checked."""
+    """A safetensors file, and the CRC-32 of some tensors, in this file or another, by name."""
 
     path: str
-    crc32: int | None = None
+    checksums: dict[str, int] = field(default_factory=lambda: {})
 
 
 class SharedMemoryTransfer(WeightTransferEngine[Init, Update]):
@@ -50,17 +49,16 @@ class SharedMemoryTransfer(WeightTransferEngine[Init, Update]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: Any) -> None:
-        """Raises ValueError where the file is not what was sent. vLLM's own method waits for an accelerator, which a
+        """Raises ValueError where a tensor is not what was sent. vLLM's own method waits for an accelerator, which a
         CPU does not have."""
-        update = self.parse_update_info(update_info)
-        if update.crc32 is not None and (found := zlib.crc32(Path(update.path).read_bytes())) != update.crc32:
-            raise ValueError(f"weights arrived changed: CRC-32 {found:08x} where {update.crc32:08x} was sent")
-        self.receive_weights(update)
+        self.receive_weights(self.parse_update_info(update_info))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the file goes away when this returns
 
     def receive_weights(self, update_info: Update) -> None:
         with torch.inference_mode(), safe_open(update_info.path, "pt") as file:
+            for name in update_info.checksums.keys() & set(file.keys()):
+                check(name, file.get_tensor(name), update_info.checksums[name])
             model: Any = self.model
             model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
 
@@ -74,3 +72,9 @@ class SharedMemoryTransfer(WeightTransferEngine[Init, Update]):
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None: ...
+
+
+def check(name: str, tensor: torch.Tensor, sent: int) -> None:
+    """Raises ValueError unless the CRC-32 of the tensor's bytes is the one that was sent."""
+    if (found := zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())) != sent:
+        raise ValueError(f"{name} arrived changed: CRC-32 {found:08x} where {sent:08x} was sent")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ import numpy as np
 #: Of the tensors in one file.
 FILE_BYTES = 256 * 1024 * 1024
 SHARED_MEMORY = "/dev/shm"
+#: Tensors of one version whose bytes are checked.
+NUM_CHECKED = 16
 
 
 def make_folder(parent: str | None = None) -> Path:
@@ -45,3 +48,14 @@ def files_of(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> Iterabl
         size += array.nbytes
     if bucket:
         yield written(bucket)
+
+
+def checksums(tensors: Sequence[tuple[str, np.ndarray]]) -> dict[str, int]:
+    """CRC-32 of the bytes of NUM_CHECKED tensors at even distances, the first and the last among them.
+
+    >>> checksums([("a", np.zeros(2, np.float32)), ("b", np.zeros(0, np.float32))])
+    {'a': 1696784233, 'b': 0}
+    """
+    places = {round(i * (len(tensors) - 1) / (NUM_CHECKED - 1)) for i in range(NUM_CHECKED)} if tensors else set[int]()
+    chosen = [tensors[place] for place in sorted(places)]
+    return {name: zlib.crc32(array.tobytes()) for name, array in chosen}

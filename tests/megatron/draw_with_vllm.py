@@ -22,7 +22,14 @@ def main(model: str, new_weights: str, max_tokens: str, given: str, out: str) ->
     prompts = json.loads(given)
     sampling = Sampling(max_tokens=int(max_tokens))
     engine = VllmEngine(
-        model, dtype="float32", stage="rollout", sampling=sampling, updates="resume", timeout_s=60.0, args={}
+        model,
+        dtype="float32",
+        stage="rollout",
+        sampling=sampling,
+        updates="resume",
+        timeout_s=60.0,
+        check_weights=True,
+        args={},
     )
     rows: list[dict] = []
 

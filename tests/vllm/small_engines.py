@@ -39,7 +39,8 @@ def save_model(folder: Path, *, seed: int, tied: bool) -> str:
 def make_engine(folder: str, **settings):
     from rollstream.stages.rollout.vllm_engine import VllmEngine
 
-    given = {"updates": "resume", "timeout_s": 30.0, "args": {}, "sampling": Sampling(max_tokens=8)}
+    given = {"updates": "resume", "timeout_s": 30.0, "check_weights": False, "args": {}}
+    given["sampling"] = Sampling(max_tokens=8)
     return VllmEngine(folder, dtype="float32", stage="rollout", **given | settings)
 
 

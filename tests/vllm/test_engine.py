@@ -11,6 +11,7 @@ import pytest
 from small_engines import CONTEXT, EOS, PROMPTS, VOCABULARY, draw, greedy, logprobs_of, make_engine, weights
 
 from rollstream.stages.errors import EngineDied, StageError
+from rollstream.stages.rollout import vllm_engine
 from rollstream.stages.rollout.engine import Request, Sampling, generate
 
 pytestmark = pytest.mark.vllm
@@ -152,6 +153,26 @@ def test_wrong_weights_list_every_fault(engine, folders):
         assert fault in str(error.value)
     engine.load_weights(1, weights(folders["a"]))
     assert greedy(engine)
+
+
+def test_weights_that_change_on_their_way_are_found_where_they_are_checked(folders, monkeypatch):
+    engine = make_engine(folders["a"], check_weights=True)
+    engine.load_weights(1, weights(folders["b"]))
+    files_of = vllm_engine.files_of
+
+    def damaged(tensors, folder):
+        for path in files_of(tensors, folder):
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+            yield path
+
+    monkeypatch.setattr(vllm_engine, "files_of", damaged)
+    with pytest.raises(Exception, match="arrived changed: CRC-32"):
+        engine.load_weights(2, weights(folders["a"]))
+    with pytest.raises(EngineDied, match="took the weights of version 2 in part only"):
+        draw(engine, "a", n=1)
+    engine.close()
 
 
 def test_a_core_that_hangs_is_found_and_ended_within_its_deadline(folders):

@@ -89,7 +89,7 @@ class Step:
     metrics: Mapping[str, float]
     checkpoint: str | None = None  # the newest, where one became whole since the step before
     staleness: tuple[int, ...] = ()  # of each group: versions between its start and its training
-    evaluations: tuple[Evaluated, ...] = ()  # those that were done since the step before; with the last step, all
+    evaluations: tuple[Evaluated, ...] = ()  # done since the step before; step `steps` waits for all
 
 
 @dataclass(frozen=True, kw_only=True)

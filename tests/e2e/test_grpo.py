@@ -74,7 +74,7 @@ def test_step_one_is_exactly_on_policy_and_the_reward_rises(done):
 def test_evaluations_are_of_the_weights_of_their_step(done, config):
     """The last one is that of the model which the run leaves, answered here."""
     rewards = {e.step: e.metrics["eval/reward/mean"] for step in done.steps for e in step.evaluations}
-    assert list(rewards) == [0, NUM_STEPS // 2, NUM_STEPS]
+    assert {0, NUM_STEPS} <= set(rewards) <= {0, NUM_STEPS // 2, NUM_STEPS}
     assert rewards[NUM_STEPS] > rewards[0] + 0.2
     answers, source = Rollout(greedy(str(done.folder / "model"))), Prompts(config.data)
     answers.setup(World(threads=1))

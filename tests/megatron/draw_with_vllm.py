@@ -7,9 +7,9 @@ logprobs, versions} each.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
-import time
 from pathlib import Path
 
 
@@ -58,9 +58,13 @@ def main(model: str, new_weights: str, max_tokens: str, given: str, out: str) ->
     for temperature in (1.0, 0.7):
         keep(temperature, generate(engine, requests("before", temperature)))
     begun = requests("during", 0.7)
-    for request in begun:
+    few_tokens = dataclasses.replace(begun[0].sampling, max_tokens=2)
+    for request in [
+        *begun,
+        dataclasses.replace(begun[0], request_id="short", sample_ids=["short"], sampling=few_tokens),
+    ]:
         engine.submit(request)
-    time.sleep(0.1)
+    assert engine.finished(120.0)[0] == "short"  # so that the others are under way
     engine.load_weights(1, load_file(Path(new_weights) / "model.safetensors").items())
     keep(0.7, [engine.finished(120.0) for _ in begun])
     for temperature in (1.0, 0.7):

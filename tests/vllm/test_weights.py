@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 
@@ -10,6 +11,7 @@ import pytest
 from small_engines import PROMPTS, draw, greedy, logprobs_of, make_engine, requests, weights
 
 from rollstream.stages.rollout import vllm_engine
+from rollstream.stages.rollout.engine import Sample
 from rollstream.stages.rollout.weight_files import files_of
 
 pytestmark = pytest.mark.vllm
@@ -37,17 +39,25 @@ def test_an_updated_engine_says_what_a_fresh_one_says(engine, folders, fresh, up
     assert greedy(engine) == before
 
 
+def cut_by_weights(engine, tensors, tag: str) -> list[tuple[str, Sample]]:
+    """Long samples, of which these were drawn with old weights in part: new ones come as soon as a short one, begun
+    with the long ones, has ended."""
+    given = requests("abcd", n=8, max_tokens=200, tag=tag)
+    few_tokens = dataclasses.replace(given[0].sampling, max_tokens=4)
+    short = dataclasses.replace(given[0], request_id="short", sample_ids=[f"{tag}.short"], sampling=few_tokens)
+    for request in [*given, short]:
+        engine.submit(request)
+    assert engine.finished(60.0)[0] == "short"
+    engine.load_weights(1, tensors)
+    samples = dict(engine.finished(60.0) for _ in given)
+    return [(g, s) for g, group in samples.items() for s in group if len(set(s.versions.tolist())) == 2]
+
+
 @pytest.mark.parametrize("updates", ["resume", "recompute"])
 def test_each_token_has_the_logprob_of_the_version_that_it_says(engine, folders, updates):
     """Weights change while long samples are under way; those that were cut in two agree with both models."""
     engine.updates = updates
-    given = requests(n=8, max_tokens=200, tag=updates)
-    for request in given:
-        engine.submit(request)
-    time.sleep(0.25)
-    engine.load_weights(1, weights(folders["b"]))
-    samples = dict(engine.finished(60.0) for _ in given)
-    cut = [(g, s) for g, group in samples.items() for s in group if len(set(s.versions.tolist())) == 2]
+    cut = cut_by_weights(engine, weights(folders["b"]), tag=updates)
     assert cut, "the weights came before the first or after the last token: no sample was cut"
     for group_id, sample in cut:
         assert (np.diff(sample.versions) >= 0).all()
@@ -60,13 +70,7 @@ def test_each_token_has_the_logprob_of_the_version_that_it_says(engine, folders,
 def test_a_kept_past_is_of_the_old_weights(engine, folders):
     """Otherwise "keep" would be "recompute" under another name."""
     engine.updates = "keep"
-    given = requests(n=8, max_tokens=200, tag="keep")
-    for request in given:
-        engine.submit(request)
-    time.sleep(0.25)
-    engine.load_weights(1, weights(folders["b"]))
-    samples = dict(engine.finished(60.0) for _ in given)
-    cut = [(g, s) for g, group in samples.items() for s in group if len(set(s.versions.tolist())) == 2]
+    cut = cut_by_weights(engine, weights(folders["b"]), tag="keep")
     worst = {0: 0.0, 1: 0.0}
     for group_id, sample in cut:
         for version, name in enumerate("ab"):

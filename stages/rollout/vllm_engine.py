@@ -64,6 +64,7 @@ class VllmEngine:
         self._stage, self.updates, self._timeout_s = stage, updates, timeout_s
         self._check_weights = check_weights
         self.version = 0
+        self._asleep = False
         self._flying = 0
         self._ended: queue.Queue[tuple[str, list[Sample]] | BaseException] = queue.Queue()
         self._folder = make_folder()
@@ -107,6 +108,12 @@ class VllmEngine:
         if faults := self._tensors.faults(arrived):
             raise StageError(self._stage, f"weights of version {version}", "\n".join(faults))
         self._wait(self._load(version, arrived), LOAD_S)
+
+    def rest(self) -> None:
+        """Gives the device's memory back until new weights come; those that it has are gone. Nothing may be under way.
+        Needs engine_args enable_sleep_mode=True."""
+        assert not self._flying, f"{self._flying} groups are under way"
+        self._wait(self._sleep(), LOAD_S)
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -157,12 +164,20 @@ class VllmEngine:
             raise errors.exceptions[0] from None
         self._ended.put((request.request_id, [task.result() for task in tasks]))
 
+    async def _sleep(self) -> None:
+        if not self._asleep:
+            await self._alive(self._engine.sleep(level=2))
+            self._asleep = True
+
     async def _load(self, version: int, tensors: Sequence[tuple[str, np.ndarray]]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         engine = self._engine
         self._open.clear()
         try:
+            if self._asleep:
+                await self._alive(engine.wake_up())
+                self._asleep = False
             mode = {"resume": "abort"}.get(self.updates, "keep")
             await self._alive(engine.pause_generation(mode=mode, clear_cache=self.updates != "keep"))
             await self._alive(engine.start_weight_update())

@@ -122,3 +122,19 @@ def test_each_token_has_the_logprob_of_the_version_that_it_says(engine: Any, fol
         for version, name in enumerate("ab"):
             own = sample.versions == version
             assert gaps(folders[name], PROMPTS[group_id], sample)[own].mean() <= NEAR, (group_id, version)
+
+
+def test_an_engine_that_rests_gives_its_memory_back_and_wakes_with_new_weights(
+    engine: Any, folders: dict[str, str], fresh: Any
+):
+    engine.load_weights(0, weights(folders["a"]))
+    before = greedy(engine)
+    free_at_work, total = torch.cuda.mem_get_info()
+    engine.rest()
+    free_at_rest, _ = torch.cuda.mem_get_info()
+    print("freed GB", (free_at_rest - free_at_work) / 1e9, "of", 0.2 * total / 1e9)  # noqa: T201
+    assert free_at_rest - free_at_work > 0.9 * 0.2 * total
+    engine.load_weights(1, weights(folders["b"]))
+    assert greedy(engine) == fresh
+    engine.load_weights(2, weights(folders["a"]))
+    assert greedy(engine) == before

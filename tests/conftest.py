@@ -14,7 +14,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 #: Quick ones first; Megatron's tests fork, which must be before this process has a connection to Ray.
-FOLDERS = ("unit", "megatron", "vllm", "cluster", "e2e")
+FOLDERS = ("unit", "megatron", "vllm", "gpu", "cluster", "e2e")
 ROOT = Path(__file__).parent
 
 

@@ -140,7 +140,7 @@ def prepare_environment(*, on_gpu: bool) -> None:
     settings = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # this process has threads
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
     }
     if not on_gpu:
         settings |= {

@@ -63,6 +63,7 @@ class StageHost:
         self._started = time.monotonic()
         self._busy_s = 0.0
         self._working: tuple[str, float] | None = None
+        self._loop: RolloutLoop | None = None  # of a rollout stage
         self._shares: dict[int, Future[list[pa.RecordBatch]]] = {}  # by step: of the one that goes on, and of the next
         threads = (world.threads or max((os.cpu_count() or 1) // world.size, 1)) if stage.uses_device else 1
         self._world = dataclasses.replace(world, threads=threads)
@@ -170,7 +171,10 @@ class StageHost:
         )
 
     def _produce_rollouts(self, stage: RolloutStage[Any, Any], holder: str) -> Iterator[Produced]:
-        loop = RolloutLoop(stage, holder, inlet=self._links.inlet, store=self._links.weights, fetch=self._fetch)
+        if self._loop is None:
+            self._loop = RolloutLoop(stage, inlet=self._links.inlet, store=self._links.weights, fetch=self._fetch)
+        loop = self._loop
+        loop.attach(holder)
         try:
             while not loop.ended:
                 loop.lease()

@@ -6,6 +6,9 @@
 
 A stage that is not continuous has nothing under way when it takes weights or groups. One that is takes groups as others
 end; new weights it takes at once where it can do so in flight, else it begins no more until all have ended.
+
+The edge behind calls the process, and again after its own death: Ray breaks the old call off. The loop stays: what is
+under way goes to the new call, and what the edge before gives again of it is not begun again.
 """
 
 from __future__ import annotations
@@ -48,15 +51,10 @@ class RolloutLoop:
     """Of one process. `inlet` is the edge before it, `store` the weight store if any, `fetch` brings an item's rows."""
 
     def __init__(
-        self,
-        stage: RolloutStage[Any, Any],
-        holder: str,
-        *,
-        inlet: Any,
-        store: Any,
-        fetch: Callable[[Item], pa.RecordBatch],
+        self, stage: RolloutStage[Any, Any], *, inlet: Any, store: Any, fetch: Callable[[Item], pa.RecordBatch]
     ):
-        self._stage, self._holder, self._inlet, self._store, self._fetch = stage, holder, inlet, store, fetch
+        self._stage, self._inlet, self._store, self._fetch = stage, inlet, store, fetch
+        self._holder = ""
         self.ended = False
         self._version = 0 if store is None else -1
         self._newest: Published | None = None
@@ -65,6 +63,13 @@ class RolloutLoop:
         self._drained = False
         self._lease_call: Any = None
         self._weights_call: Any = None
+
+    def attach(self, holder: str) -> None:
+        """Another call goes on with it, under this name in leases."""
+        self._holder = holder
+        self._waiting.clear()  # the edge before gives them again
+        self._lease_call = None
+        self._drained = self.ended = False
 
     @property
     def busy(self) -> bool:
@@ -119,11 +124,12 @@ class RolloutLoop:
             if self._flying and not self._stage.updates_in_flight:
                 return
             self._load(newest)
-        for item in self._waiting:
+        while self._waiting:
+            item = self._waiting[0]
             self._stage.submit(self._fetch(item))
+            del self._waiting[0]
             begun = dataclasses.replace(item, version=self._version)
             self._flying[item.group_id] = _Begun(item=begun, at=time.time(), since=time.monotonic())
-        self._waiting.clear()
 
     def take(self) -> tuple[Item, pa.RecordBatch, float] | None:
         """A group that has ended: what it came from, its rows, and when it was begun; None where there is none yet."""

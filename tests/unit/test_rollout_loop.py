@@ -1,0 +1,99 @@
+"""What a rollout stage's process does with groups when the call that it works for breaks off."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from rollstream.graphs import rollout_loop
+from rollstream.graphs.edge_actor import Lease
+from rollstream.graphs.item import Item
+from rollstream.graphs.rollout_loop import RolloutLoop
+
+
+class Stage:
+    """Ends groups in the order in which they came; refuses one that it has."""
+
+    name, groups_in_flight, updates_in_flight = "rollout", 3, False
+
+    def __init__(self, continuous: bool):
+        self.continuous, self.has = continuous, []
+
+    def submit(self, group_id: str) -> None:
+        assert group_id not in self.has, f"{group_id} is here already"
+        if group_id == "gone":
+            raise LookupError("its rows are gone")
+        self.has.append(group_id)
+
+    def take(self, timeout_s: float) -> pa.RecordBatch | None:
+        if not self.has:
+            return None
+        return pa.RecordBatch.from_pydict({"group_id": [self.has.pop(0)], "weight_version": [[0]]})
+
+
+def item(order: int, group_id: str) -> Item:
+    return Item(group_id=group_id, order=order, version=0, birth="x", num_rows=1, parts=())
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`leases` are what the edge before gives next; `asked` who asked, and with what under way."""
+    scene = SimpleNamespace(leases=[], asked=[])
+
+    def lease(consumer: str, room: int, **how: Any) -> Lease:
+        scene.asked.append((how["holder"], how["holding"]))
+        return Lease(items=tuple(scene.leases.pop(0)) if scene.leases else ())
+
+    at_once = SimpleNamespace(wait=lambda calls, timeout: (calls, []), get=lambda call, timeout: call)
+    monkeypatch.setattr(rollout_loop, "ray", at_once)
+    scene.inlet = SimpleNamespace(lease=SimpleNamespace(remote=lease))
+    return scene
+
+
+def loop_of(scene: Any, *, continuous: bool) -> RolloutLoop:
+    stage: Any = Stage(continuous)
+    fetch: Any = lambda item: item.group_id  # noqa: E731
+    return RolloutLoop(stage, inlet=scene.inlet, store=None, fetch=fetch)
+
+
+def taken(loop: RolloutLoop) -> list[str]:
+    found: list[str] = []
+    while (done := loop.take()) is not None:
+        found.append(done[0].group_id)
+    return found
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_what_is_under_way_goes_to_the_next_call_and_is_not_begun_again(scene, continuous):
+    loop = loop_of(scene, continuous=continuous)
+    groups = [item(0, "g0"), item(1, "g1"), item(2, "g2")]
+    # given again is what the edge behind does not have: all, or what is left when no other is under way
+    scene.leases = [groups, groups if continuous else groups[:1]]
+    loop.attach("a")
+    loop.lease()
+    loop.begin()
+    assert loop.take()[0].group_id == "g0"  # on its way when the edge behind dies
+    loop.attach("b")
+    found: list[str] = []
+    for _ in range(3):
+        loop.lease()
+        loop.begin()
+        found += taken(loop)
+    assert sorted(found) == ["g0", "g1", "g2"]
+    assert {holder for holder, _ in scene.asked} == {"a", "b"}
+
+
+def test_groups_behind_one_that_could_not_be_begun_are_taken_again(scene):
+    loop = loop_of(scene, continuous=True)
+    scene.leases = [[item(0, "g0"), item(1, "gone"), item(2, "g2")], [item(2, "g2")]]
+    loop.attach("a")
+    loop.lease()
+    with pytest.raises(LookupError):
+        loop.begin()
+    loop.attach("b")
+    loop.lease()
+    loop.begin()
+    assert taken(loop) == ["g0", "g2"]

@@ -148,6 +148,8 @@ def prepare_environment(*, on_gpu: bool) -> None:
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines would be bound to the same cores
         }
+    if importlib.util.find_spec("flashinfer") is None:
+        settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # without it vLLM would look for it, and end
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 

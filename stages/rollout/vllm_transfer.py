@@ -73,6 +73,11 @@ class SharedMemoryTransfer(WeightTransferEngine[Init, Update]):
 
     def shutdown(self) -> None: ...
 
+    @staticmethod
+    def trainer_send_weights(*_: Any, **__: Any) -> None:
+        """Asked for by vLLM 0.26, and never called: the stage sends."""
+        raise NotImplementedError
+
 
 def check(name: str, tensor: torch.Tensor, sent: int) -> None:
     """Raises ValueError unless the CRC-32 of the tensor's bytes is the one that was sent."""

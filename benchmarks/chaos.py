@@ -1,10 +1,11 @@
 """A run whose processes are killed at random, against the same run left alone.
 
-    python benchmarks/chaos.py [--json] [--seed 0] [--kills 40] [--steps N] [--staleness 0] [--folder DIR]
+    python benchmarks/chaos.py [--json] [--seed 0] [--kills 40] [--steps N] [--staleness 0] [--engine transformers]
+                               [--folder DIR]
 
 GRPO on a tiny model: prompts, rollout, reward, reference, advantage and a Megatron update stage. While it runs, one of
-its processes at a time gets a SIGKILL: a stage's, an edge's, the weight store's, or the driver's, which is then started
-again and resumes. The update stage of both runs writes down every group that its weights were trained on; that record
+its processes at a time gets a SIGKILL: a stage's, an edge's, the weight store's, vLLM's, or the driver's, which is then
+started again and resumes. The update stage of both runs writes down every group that its weights were trained on; that record
 is saved and loaded with the weights, so at the end it tells what the final weights have seen: the same groups as often,
 and the same lengths of their responses, or the run lost something.
 """
@@ -31,8 +32,13 @@ import tiny_model
 
 HERE = Path(__file__)
 #: What is killed, and how often in comparison.
-WEIGHTS = {"stage": 6, "edge": 4, "store": 1, "driver": 2}
-TITLES = {"StageHost": "stage", "EdgeActor": "edge", "WeightStore": "store"}
+WEIGHTS = {"stage": 6, "edge": 4, "store": 1, "driver": 2, "engine": 3}
+TITLES = {
+    "ray::StageHost": "stage",
+    "ray::EdgeActor": "edge",
+    "ray::WeightStore": "store",
+    "VLLM::EngineCore": "engine",
+}
 RAY_AGENTS = ("ray::RuntimeEnvAgent", "ray::DashboardAgent")
 #: Seconds between the first step after a kill, or after a start, and the next kill; less where a step ends meanwhile,
 #: so that the kills don't outlast the steps on a fast machine.
@@ -49,12 +55,13 @@ def main() -> None:
     arguments.add_argument("--kills", type=int, default=40)
     arguments.add_argument("--steps", type=int, default=None, help="by default three for each kill, and four")
     arguments.add_argument("--staleness", type=int, default=0)
+    arguments.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     arguments.add_argument("--folder", type=Path, default=None)
     arguments.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     given = arguments.parse_args()
     given.steps = given.steps or 3 * given.kills + 4
     if given.child:
-        return train(given.child, given.folder, given.steps, given.staleness)
+        return train(given)
     with tempfile.TemporaryDirectory(prefix="chaos") as folder:
         report = compare(given, given.folder or Path(folder))
     if not given.json:
@@ -65,9 +72,9 @@ def main() -> None:
 def compare(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tiny_model.write_model(folder / "model")
     tiny_model.write_sums(folder / "sums.jsonl")
-    quiet = Trial(folder / "quiet", folder, given.steps, given.staleness)
+    quiet = Trial(folder / "quiet", folder, given)
     list(quiet.run(kills=0, rng=random.Random(given.seed)))
-    stormy = Trial(folder / "stormy", folder, given.steps, given.staleness)
+    stormy = Trial(folder / "stormy", folder, given)
     killed = list(stormy.run(kills=given.kills, rng=random.Random(given.seed)))
     expected, got = quiet.witnessed(), stormy.witnessed()
     results = {
@@ -101,9 +108,9 @@ def lengths(groups: Sequence[dict[str, Any]]) -> Counter[int]:
 class Trial:
     """One run, in a folder of its own, by as many drivers as it takes."""
 
-    def __init__(self, out: Path, inputs: Path, steps: int, staleness: int):
-        self.out, self._inputs = out, inputs
-        self._steps, self._staleness = steps, staleness
+    def __init__(self, out: Path, inputs: Path, given: argparse.Namespace):
+        self.out, self._inputs, self._given = out, inputs, given
+        self._kinds = [kind for kind in WEIGHTS if kind != "engine" or given.engine == "vllm"]
         self._family: dict[int, psutil.Process] = {}
         self.seconds = 0.0
         self.left: list[str] = []  # command lines of processes that outlived their driver
@@ -134,7 +141,8 @@ class Trial:
         return json.loads((self.out / "model" / "witness.json").read_text())
 
     def _start(self) -> subprocess.Popen[bytes]:
-        options = ["--folder", self.out, "--steps", self._steps, "--staleness", self._staleness]
+        names = ("steps", "staleness", "engine")
+        options = ["--folder", self.out, *(part for n in names for part in (f"--{n}", getattr(self._given, n)))]
         command = [sys.executable, HERE, "--child", self._inputs, *options]
         with open(self.log, "ab") as log:
             self._begun_at = log.tell()
@@ -150,7 +158,7 @@ class Trial:
             while not targets:  # the only one of a kind may be on its way back
                 if driver.poll() is not None:
                     return
-                kind = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+                kind = rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])[0]
                 targets = [driver.pid] if kind == "driver" else self._members(driver, kind)
             os.kill(rng.choice(sorted(targets)), signal.SIGKILL)
             yield kind
@@ -194,7 +202,7 @@ class Trial:
                 title = " ".join(process.cmdline())
             except psutil.Error:
                 continue
-            if any(f"ray::{name}" in title for name, is_a in TITLES.items() if is_a == kind):
+            if any(name in title for name, is_a in TITLES.items() if is_a == kind):
                 found.append(process.pid)
         return found
 
@@ -219,15 +227,16 @@ class Trial:
         self._family.clear()
 
 
-def train(inputs: Path, out: Path, steps: int, staleness: int) -> None:
+def train(given: argparse.Namespace) -> None:
     """The driver: the run, resumed where there is a checkpoint."""
     from chaos_graph import graph
 
     from rollstream import Placement, run
 
     options = {"save_every": 3, "max_restarts": 1000, "max_deaths": 1000, "stall_s": PATIENCE_S}
-    made = graph(inputs, GROUPS_PER_STEP, staleness)
-    for step in run(made, steps=steps, out=out, resume="auto", placement=Placement.auto(threads=1), **options):
+    made = graph(given.child, GROUPS_PER_STEP, given.staleness, given.engine)
+    placement = Placement.auto(threads=1)
+    for step in run(made, steps=given.steps, out=given.folder, resume="auto", placement=placement, **options):
         print("\n" + json.dumps({"step": step.index}), flush=True)
 
 

@@ -42,10 +42,10 @@ def share_of_digits(response: str) -> float:
     return sum(c.isdigit() for c in response) / max(len(response), 1)
 
 
-def graph(inputs: Path, groups_per_step: int, staleness: int) -> Graph:
+def graph(inputs: Path, groups_per_step: int, staleness: int, engine: str) -> Graph:
     model = str(inputs / "model")
     prompts = Prompts(Prompts.Config(path=str(inputs / "sums.jsonl"), model=model, prompt="question", answer="answer"))
-    rollouts = Rollout(Rollout.Config(model=model, n=4, max_tokens=64, temperature=1.0))(prompts)
+    rollouts = Rollout(Rollout.Config(model=model, n=4, max_tokens=64, temperature=1.0, engine=engine))(prompts)
     scored = Reward(Reward.Config(function=share_of_digits))(rollouts)
     ref = RefLogprob(RefLogprob.Config(model=model))(rollouts)
     actor = Witness.Config(

@@ -5,9 +5,10 @@
 
 GRPO on a tiny model: prompts, rollout, reward, reference, advantage and a Megatron update stage. While it runs, one of
 its processes at a time gets a SIGKILL: a stage's, an edge's, the weight store's, vLLM's, or the driver's, which is then
-started again and resumes. The update stage of both runs writes down every group that its weights were trained on; that record
-is saved and loaded with the weights, so at the end it tells what the final weights have seen: the same groups as often,
-and the same lengths of their responses, or the run lost something.
+started again and resumes. The update stage of both runs writes down every group that its weights were trained on; that
+record is saved and loaded with the weights, so at the end it tells what the final weights have seen: the same groups as
+often, and the same lengths of their responses, or the run lost something. (With a staleness above 0, which weights draw
+a sample is a matter of time, and lengths differ.)
 """
 
 from __future__ import annotations

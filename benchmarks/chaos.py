@@ -94,7 +94,7 @@ def compare(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "quiet_s": round(quiet.seconds, 1),
         "stormy_s": round(stormy.seconds, 1),
     }
-    wanted = {"kills": given.kills, "same_groups": 1, "same_lengths": 1, "in_order": 1}
+    wanted = {"kills": given.kills, "same_groups": 1, "in_order": 1} | ({} if given.staleness else {"same_lengths": 1})
     bars: dict[str, Any] = {name: {"value": int(results[name]), "at_least": bar} for name, bar in wanted.items()}
     bars |= {name: {"value": results[name], "at_most": 0} for name in ("trained_twice", "lost", "left_processes")}
     settings = {name: value for name, value in vars(given).items() if name not in ("child", "folder")}

@@ -1,7 +1,7 @@
 r"""The runner's side of evaluations: begins those that are due, and takes in what they found, without waiting.
 
     due -> waits for the one before it -> under way -> done
-             \-> left out, where the next is due before it could begin
+             \-> left out, where the next is due before it could begin, or its weights are gone
 
 An evaluator that dies is started again by Ray and given the same weights again. One that raises ends the run, like any
 stage.
@@ -19,12 +19,12 @@ import ray
 from rollstream.graphs import actors
 from rollstream.graphs.evaluation import Evaluation
 from rollstream.graphs.stats import Evaluated
-from rollstream.graphs.wait import ask, get
+from rollstream.graphs.wait import get
 from rollstream.graphs.weights import Published
 from rollstream.stages.errors import EngineDied, ProcessDied, RollstreamError, StageError, StalledError
 
-#: The weights have just been published: the store has them.
-STORE_S = 60.0
+#: The weights have just been published: the store has them, unless it died since.
+STORE_S = 2.0
 
 
 @dataclass
@@ -63,14 +63,14 @@ class Evaluations:
         due = [line for line in self._lines if line.evaluation.is_due(step)]
         if not due:
             return
-        weights: Published = ask(lambda: self._store.latest.remote(version - 1), "the weight store", timeout_s=STORE_S)
-        assert weights.version == version, f"the store has version {weights.version}, not {version}"
+        weights = self._weights(version)
         for line in due:
+            if weights is None:
+                self._leave_out(line, step, "the weight store lost the weights of this step")
+                continue
             if line.waiting is not None:
-                self._tell(
-                    f"{line.evaluation.name} of step {line.waiting[0]} is left out: an evaluation takes longer than "
-                    f"{line.evaluation.every} steps; raise `every`, or give it fewer prompts"
-                )
+                too_long = f"an evaluation takes longer than {line.evaluation.every} steps"
+                self._leave_out(line, line.waiting[0], f"{too_long}; raise `every`, or give it fewer prompts")
             line.waiting = (step, weights)
         self.look()
 
@@ -83,6 +83,18 @@ class Evaluations:
                 line.at_work, line.waiting, line.begun = line.waiting, None, time.monotonic()
             if line.call is None and line.at_work is not None:
                 line.call = line.actor.evaluate.remote(line.at_work[1]) if line.is_back else line.actor.hello.remote()
+
+    def _weights(self, version: int) -> Published | None:
+        """Of this version, if the store has them; it may just have died, and wait for others."""
+        try:
+            call = self._store.latest.remote(version - 1, timeout_s=STORE_S)
+            found: Published | None = get(call, "the weight store", timeout_s=2 * STORE_S)
+        except (ProcessDied, StalledError):
+            return None
+        return found if found is not None and found.version == version else None
+
+    def _leave_out(self, line: _Line, step: int, why: str) -> None:
+        self._tell(f"{line.evaluation.name} of step {step} is left out: {why}")
 
     def wait(self, timeout_s: float) -> bool:
         """Whether there is still something to wait for; waits for news of it."""
@@ -111,6 +123,9 @@ class Evaluations:
             line.is_back = True
             return
         line.at_work, line.deaths = None, 0
+        if answer is None:
+            self._leave_out(line, step, "its weights died with the update stage")
+            return
         metrics = {f"{evaluation.name}/{name}": value for name, value in answer.items()}
         self._done(Evaluated(evaluation.name, step, weights.version, metrics, seconds))
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import pyarrow as pa
+from ray.exceptions import ObjectLostError
 
 from rollstream.graphs.evaluation import Evaluation
 from rollstream.graphs.wait import get_all
@@ -42,14 +43,18 @@ class Evaluator:
                 stage.setup(World(threads=self._threads))
         self._is_set_up = True
 
-    def evaluate(self, weights: Published) -> dict[str, float]:
+    def evaluate(self, weights: Published) -> dict[str, float] | None:
         """Metrics of these weights: those of the stages, and `reward/best`, the mean over prompts of the best reward
-        among a prompt's samples, where there are several. Raises EngineDied, StageError."""
+        among a prompt's samples, where there are several; None where the weights are gone with the process that had
+        them. Raises EngineDied, StageError."""
         self.setup()
         source, rollout, *maps = self._evaluation.stages
         assert isinstance(source, Source)
         assert isinstance(rollout, RolloutStage)
-        buckets = get_all(weights.buckets, f"weights of version {weights.version}", timeout_s=FETCH_S)
+        try:
+            buckets = get_all(weights.buckets, f"weights of version {weights.version}", timeout_s=FETCH_S)
+        except ObjectLostError:
+            return None
         with self._blamed(rollout.name, f"weights {weights.version}"):
             rollout.load_weights(weights.version, (pair for bucket in buckets for pair in bucket))
         del buckets

@@ -129,13 +129,12 @@ class Process:
 class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any):
         self.process, self.done, self.told, self.now, self.restarted = Process(), [], [], 0.0, 0
-        self.version = 0
+        self.stored: Any = None
         monkeypatch.setattr(evaluating.ray, "wait", self._wait)
         monkeypatch.setattr(evaluating, "get", self._get)
-        monkeypatch.setattr(evaluating, "ask", lambda call, *_, **__: call())
         monkeypatch.setattr(evaluating.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(evaluating.actors, "restart", self._restart)
-        store = SimpleNamespace(latest=SimpleNamespace(remote=lambda than: self._published()))
+        store = SimpleNamespace(latest=SimpleNamespace(remote=lambda than, timeout_s: self.stored))
         self.evaluations = Evaluations(
             [Evaluation(chain(), every=2, **settings)],
             {"eval": self.process},
@@ -146,21 +145,18 @@ class Scene:
         )
 
     def begin(self, step: int) -> None:
-        self.version = step + 10
-        self.evaluations.begin(step, self.version)
+        self.stored = Published(version=step + 10, buckets=())
+        self.evaluations.begin(step, step + 10)
 
     def answer(self, answer: Any) -> None:
         self.process.answers[len(self.process.asked)] = answer
         self.evaluations.look()
 
-    def _published(self) -> Published:
-        return Published(version=self.version, buckets=())
-
     def _wait(self, calls: list[int], timeout: float) -> tuple[list[int], list[int]]:
         return [c for c in calls if c in self.process.answers], []
 
-    def _get(self, call: int, what: str, timeout_s: float) -> Any:
-        answer = self.process.answers[call]
+    def _get(self, call: Any, what: str, timeout_s: float) -> Any:
+        answer = self.process.answers[call] if isinstance(call, int) else call
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -225,3 +221,20 @@ def test_one_that_raises_or_takes_too_long_ends_the_run(monkeypatch):
         scene.evaluations.look()
     with pytest.raises(StageError, match="divides by zero"):
         scene.answer(StageError("eval.score", "g1", "divides by zero"))
+
+
+@pytest.mark.parametrize("stored", [None, DIED, Published(version=11, buckets=())])
+def test_one_whose_weights_the_store_has_not_is_left_out(monkeypatch, stored):
+    scene = Scene(monkeypatch)
+    scene.stored = stored
+    scene.evaluations.begin(0, 10)
+    assert scene.process.asked == []
+    assert scene.told == ["eval of step 0 is left out: the weight store lost the weights of this step"]
+
+
+def test_one_whose_weights_died_on_their_way_is_left_out(monkeypatch):
+    scene = Scene(monkeypatch)
+    scene.begin(0)
+    scene.answer(None)
+    assert scene.told == ["eval of step 0 is left out: its weights died with the update stage"]
+    assert (scene.done, scene.evaluations.wait(0)) == ([], False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollstream.graphs import actors
+from rollstream.graphs.colocation import device_bytes, with_sharing
 from rollstream.graphs.edge_actor import EdgeActor, EdgeSettings
 from rollstream.graphs.evaluation import Evaluation
 from rollstream.graphs.evaluator import Evaluator
@@ -20,7 +21,7 @@ from rollstream.graphs.host import Links, StageHost
 from rollstream.graphs.wait import ask, get_all
 from rollstream.graphs.weights import make_weight_store
 from rollstream.placement import Demand, Placement, Plan, Seat, check_cluster
-from rollstream.stages.base import Source, UpdateStage, World
+from rollstream.stages.base import RolloutStage, Source, UpdateStage, World
 from rollstream.stages.errors import PlacementError
 
 PLACE_S = 60.0
@@ -32,10 +33,15 @@ COLLECTIVE_S = 1800.0
 def demands(graph: Graph, placement: Placement) -> list[Demand]:
     """Processes that each stage of the graph needs: replicas times ranks; one for each evaluation."""
     stages = [
-        Demand(stage=name, num_actors=stage.num_ranks * placement.replicas.get(name, 1), uses_device=stage.uses_device)
+        Demand(
+            stage=name,
+            num_actors=stage.num_ranks * placement.replicas.get(name, 1),
+            uses_device=stage.uses_device,
+            num_devices=stage.devices_per_rank,
+        )
         for name, stage in graph.stages.items()
     ]
-    return stages + [Demand(stage=e.name, uses_device=True) for e in graph.evaluations]
+    return stages + [Demand(stage=e.name, uses_device=True, num_devices=e.num_devices) for e in graph.evaluations]
 
 
 def plan_on_cluster(graph: Graph, placement: Placement) -> Plan:
@@ -50,7 +56,7 @@ def plan_on_cluster(graph: Graph, placement: Placement) -> Plan:
     nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
     plan = placement.plan(demands(graph, placement), cluster_gpus=sum(n.get("GPU", 0) for n in nodes))
     check_cluster(plan, nodes)
-    return plan
+    return with_sharing(graph, placement, plan, device_bytes(placement, plan))
 
 
 @dataclass
@@ -58,6 +64,7 @@ class Crew:
     """Handles of everything that runs."""
 
     graph: Graph
+    plan: Plan
     group: Any
     hosts: dict[str, list[list[Any]]]  # stage -> replica -> rank
     evaluators: dict[str, Any]  # evaluation -> its process
@@ -77,19 +84,47 @@ class Crew:
             ]
         evaluators = {e.name: _evaluator(e, plan.seats[e.name][0], group, plan.threads) for e in graph.evaluations}
         made = {e.producer: actors.start(EdgeActor, e, comes_back=True, max_concurrency=1000) for e in edges}
-        return cls(graph, group, hosts, evaluators, made, make_weight_store())
+        return cls(graph, plan, group, hosts, evaluators, made, make_weight_store())
 
     def set_up(self) -> None:
-        """Loads every stage, all at once, and connects it; the first error of any ends it."""
+        """Loads every stage, and connects it; the first error of any ends it. All at once, but where GPUs are shared
+        engines come first and one after another: each measures what memory is left."""
         replicas = [(name, number) for name, replicas in self.hosts.items() for number in range(len(replicas))]
         hosts = [self.hosts[name][number] for name, number in replicas]
         addresses = get_all([ranks[0].address.remote() for ranks in hosts], "the actors' start", timeout_s=SETUP_S)
-        placed = zip(hosts, addresses, strict=True)
-        calls = [host.setup.remote(*address) for ranks, address in placed for host in ranks]
-        calls += [evaluator.setup.remote() for evaluator in self.evaluators.values()]
-        get_all(calls, "the stages' set-up", timeout_s=SETUP_S)
+        at = dict(zip(replicas, addresses, strict=True))
+        engines: list[Any] = [r for r in replicas if isinstance(self.graph.stages[r[0]], RolloutStage)]
+        if self.plan.memory:
+            for replica in engines:
+                self._load({replica: at.pop(replica)})
+            for evaluator in self.evaluators.values():
+                get_all([evaluator.setup.remote()], "an evaluator's set-up", timeout_s=SETUP_S)
+            self.rest()
+        self._load(at)
         calls = [call for name, number in replicas for call in self._connect(name, number)]
         get_all(calls, "the stages' connection", timeout_s=PLACE_S)
+
+    def _load(self, addresses: Mapping[tuple[str, int], tuple[str, int]]) -> None:
+        calls = [
+            host.setup.remote(*address) for (name, n), address in addresses.items() for host in self.hosts[name][n]
+        ]
+        if not self.plan.memory:
+            calls += [evaluator.setup.remote() for evaluator in self.evaluators.values()]
+        get_all(calls, "the stages' set-up", timeout_s=SETUP_S)
+
+    def rest(self) -> None:
+        """By turns, before the update stage works: the rollout engines give the GPUs back."""
+        if self.plan.turns:
+            get_all([host.rest.remote() for host in self._engines()], "the engines' rest", timeout_s=SETUP_S)
+
+    def wake(self) -> None:
+        """By turns, before groups are waited for: the rollout engines may have the GPUs."""
+        if self.plan.turns:
+            get_all([host.wake.remote() for host in self._engines()], "the engines", timeout_s=PLACE_S)
+
+    def _engines(self) -> list[Any]:
+        rollout = self.graph.rollout
+        return [host for replica in (self.hosts[rollout.name] if rollout else ()) for host in replica]
 
     def set_up_again(self, stage: str, number: int) -> None:
         """Loads and connects one replica whose processes were started again."""

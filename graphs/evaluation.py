@@ -60,6 +60,11 @@ class Evaluation:
     def stages(self) -> tuple[Stage[Any, Any], ...]:
         return tuple(stream.stage for stream in self.streams)
 
+    @property
+    def num_devices(self) -> int:
+        """Devices that its engine needs whole; 1 may be shared."""
+        return max(stage.devices_per_rank for stage in self.stages)
+
     def __str__(self) -> str:
         chain = " -> ".join(stage.name for stage in self.stages)
         return f"{self.name}: {chain} (every {self.every} steps)"

@@ -30,7 +30,7 @@ import ray
 from rollstream.graphs.edge_actor import Lease, PeerDied, UpstreamFailed
 from rollstream.graphs.fetch import fetch, fetch_all
 from rollstream.graphs.item import Item, Leg, Part
-from rollstream.graphs.rollout_loop import CALL_S, RolloutLoop
+from rollstream.graphs.rollout_loop import CALL_S, RolloutLoop, Turn
 from rollstream.graphs.stats import StageStats
 from rollstream.graphs.wait import ask, get_all
 from rollstream.graphs.weights import bucketed
@@ -63,7 +63,8 @@ class StageHost:
         self._started = time.monotonic()
         self._busy_s = 0.0
         self._working: tuple[str, float] | None = None
-        self._loop: RolloutLoop | None = None  # of a rollout stage
+        self._loop: RolloutLoop | None = None  # of a rollout stage, as is its turn
+        self._turn = Turn()
         self._shares: dict[int, Future[list[pa.RecordBatch]]] = {}  # by step: of the one that goes on, and of the next
         threads = (world.threads or max((os.cpu_count() or 1) // world.size, 1)) if stage.uses_device else 1
         self._world = dataclasses.replace(world, threads=threads)
@@ -172,7 +173,8 @@ class StageHost:
 
     def _produce_rollouts(self, stage: RolloutStage[Any, Any], holder: str) -> Iterator[Produced]:
         if self._loop is None:
-            self._loop = RolloutLoop(stage, inlet=self._links.inlet, store=self._links.weights, fetch=self._fetch)
+            inlet, store = self._links.inlet, self._links.weights
+            self._loop = RolloutLoop(stage, inlet=inlet, store=store, fetch=self._fetch, turn=self._turn)
         loop = self._loop
         loop.attach(holder)
         try:
@@ -223,6 +225,20 @@ class StageHost:
 
     def _fetch(self, item: Item) -> pa.RecordBatch:
         return fetch(item, self._links.edges)
+
+    @ray.method(concurrency_group="control")
+    def rest(self) -> None:
+        """A rollout stage gives the device back, and begins nothing until `wake`."""
+        stage = self._stage
+        assert isinstance(stage, RolloutStage)
+        try:
+            self._carry("rest", lambda: self._turn.end(stage, lambda: bool(self._loop and self._loop.is_at_work)))
+        except EngineDied as error:
+            self._end_with(str(error))
+
+    @ray.method(concurrency_group="control")
+    def wake(self) -> None:
+        self._turn.begin()
 
     # Update stages ----------------------------------------------------------------------------------------------
 

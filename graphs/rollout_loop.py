@@ -14,6 +14,7 @@ under way goes to the new call, and what the edge before gives again of it is no
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from rollstream.graphs.item import Item
 from rollstream.graphs.wait import AGAIN_S, ask, get, get_all
 from rollstream.graphs.weights import Published
 from rollstream.stages.base import RolloutStage
-from rollstream.stages.errors import StageError
+from rollstream.stages.errors import StageError, StalledError
 
 #: How long one object or one call between actors may take.
 CALL_S = 600.0
@@ -38,6 +39,32 @@ LEASE_S, WEIGHTS_S = 10.0, 60.0
 #: With groups under way: a lease call tells the edge what they are, so it must not be old; and how long to wait for one
 #: to end before looking for others.
 BUSY_LEASE_S, TAKE_S = 0.5, 0.02
+
+
+class Turn:
+    """Whether the stage may have the device; others take it from another thread, while nothing is under way."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.resting = False
+        self.rests = 0  # so far: with each, the stage's weights may be gone
+
+    def end(self, stage: RolloutStage[Any, Any], is_busy: Callable[[], bool]) -> None:
+        """Lets nothing begin, waits for what is under way, and has the stage rest."""
+        self.resting = True
+        give_up = time.monotonic() + CALL_S
+        while True:
+            with self.lock:
+                if not is_busy():
+                    self.rests += 1
+                    stage.rest()
+                    return
+            if time.monotonic() > give_up:
+                raise StalledError(f"{stage.name}: groups were under way for {CALL_S:g} s when it was to rest")
+            time.sleep(TAKE_S)
+
+    def begin(self) -> None:
+        self.resting = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +78,16 @@ class RolloutLoop:
     """Of one process. `inlet` is the edge before it, `store` the weight store if any, `fetch` brings an item's rows."""
 
     def __init__(
-        self, stage: RolloutStage[Any, Any], *, inlet: Any, store: Any, fetch: Callable[[Item], pa.RecordBatch]
+        self,
+        stage: RolloutStage[Any, Any],
+        *,
+        inlet: Any,
+        store: Any,
+        fetch: Callable[[Item], pa.RecordBatch],
+        turn: Turn,
     ):
-        self._stage, self._inlet, self._store, self._fetch = stage, inlet, store, fetch
+        self._stage, self._inlet, self._store, self._fetch, self._turn = stage, inlet, store, fetch, turn
+        self._rests = 0
         self._holder = ""
         self.ended = False
         self._version = 0 if store is None else -1
@@ -75,6 +109,11 @@ class RolloutLoop:
     def busy(self) -> bool:
         """Whether groups are under way or wait to be."""
         return bool(self._flying or self._waiting)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether groups are under way."""
+        return bool(self._flying)
 
     @property
     def task(self) -> str:
@@ -117,7 +156,16 @@ class RolloutLoop:
         self.ended = lease.ended and not self.busy
 
     def begin(self) -> None:
-        """Takes newer weights, if it may, and begins all that waits for them."""
+        """Takes newer weights, if it may, and begins all that waits for them; nothing while the stage rests."""
+        with self._turn.lock:
+            if not self._turn.resting:
+                if self._turn.rests != self._rests:
+                    self._rests, self._version = self._turn.rests, -1
+                self._begin()
+                return
+        time.sleep(TAKE_S)
+
+    def _begin(self) -> None:
         self._look_for_weights()
         newest = self._newest
         if newest is not None and newest.version > self._version:

@@ -30,6 +30,7 @@ import ray
 
 from rollstream.graphs.attempt import Attempt
 from rollstream.graphs.checkpoint import Checkpoints, Found, RunState, installed_packages
+from rollstream.graphs.colocation import GB, with_sharing
 from rollstream.graphs.crew import demands, plan_on_cluster
 from rollstream.graphs.edge_settings import edge_settings
 from rollstream.graphs.graph import Graph
@@ -77,7 +78,9 @@ def run(
     graph, placement, given = prepared(graph, placement or Placement.auto(), given)
     graph.check()
     if given.dry_run:
-        print(graph, placement.plan(demands(graph, placement)), "all checks passed", sep="\n\n")  # noqa: T201
+        plan = placement.plan(demands(graph, placement))
+        size = None if placement.device_gb is None else int(placement.device_gb * GB)
+        print(graph, with_sharing(graph, placement, plan, size), "all checks passed", sep="\n\n")  # noqa: T201
         return iter(())
     return _Run(graph, placement, given).steps()
 
@@ -222,6 +225,7 @@ class _Run:
             self.attempt.look(self.version)
             return not self.watch.stop.signal
 
+        self.attempt.crew.wake()
         groups = self.attempt.feed.wait(POLL_S, look)
         if self.attempt.joiner.ended:
             self.attempt.settle()
@@ -233,6 +237,7 @@ class _Run:
         late = [g.group_id for g in groups if self.version - g.version > allowed]
         assert not late, f"groups {late} are more than {allowed} versions old"
         self.busy = True
+        self.attempt.crew.rest()
         calls = self.attempt.feed.begin(self.step + 1, groups)
         pending = calls
         give_up: float | None = None

@@ -19,6 +19,8 @@ from rollstream.stages.errors import PlacementError
 from rollstream.stages.names import known_names
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+#: How stages share a GPU, see sharing.py.
+Sharing = Literal["auto", "side_by_side", "turns"]
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,12 @@ class Bundle:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What one stage needs: `num_actors` processes, with or without a device."""
+    """What one stage needs: `num_actors` processes, with or without a device; several devices it needs whole."""
 
     stage: str
     num_actors: int = 1
     uses_device: bool = False
+    num_devices: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,10 @@ class Plan:
     strategy: Strategy
     seats: Mapping[str, tuple[Seat, ...]]
     threads: int
+    #: Whether generation and training take turns on a GPU that they share.
+    turns: bool = False
+    #: What is on each GPU, by estimate, for people; empty without one.
+    memory: str = ""
 
     def __str__(self) -> str:
         lines = [f"placement ({self.strategy})"]
@@ -75,6 +82,8 @@ class Plan:
                 if seat.bundle == index
             ]
             lines.append(f"  bundle {index} ({bundle}): {', '.join(here)}")
+        if self.memory:
+            lines += ["memory", self.memory]
         return "\n".join(lines)
 
 
@@ -94,6 +103,10 @@ class Placement:
     threads: int = 0
     #: A bundle with a GPU is asked for where the cluster has one.
     find_gpu: bool = False
+    #: How the rollout and the update share a GPU: "side_by_side", by "turns", or "auto", by the estimate of memory.
+    sharing: Sharing = "auto"
+    #: Memory of one GPU in GB (1e9 bytes); None asks the cluster.
+    device_gb: float | None = None
 
     def __post_init__(self) -> None:
         faults = [f"replicas of {stage!r} must be at least 1, got {n}" for stage, n in self.replicas.items() if n < 1]
@@ -103,6 +116,10 @@ class Placement:
             faults.append(
                 f"strategy is not known, got {self.strategy!r}: {known_names(self.strategy, get_args(Strategy))}"
             )
+        if self.sharing not in get_args(Sharing):
+            faults.append(f"sharing is not known, got {self.sharing!r}: {known_names(self.sharing, get_args(Sharing))}")
+        if self.device_gb is not None and self.device_gb <= 0:
+            faults.append(f"device_gb must be above 0, got {self.device_gb}")
         if self.threads < 0:
             faults.append(f"threads must be 0 or more, got {self.threads}")
         if faults:
@@ -165,9 +182,17 @@ class Placement:
             chosen[demand.stage] = indices
         if faults:
             raise PlacementError(faults)
-        return Plan(
-            bundles=bundles, strategy=self.strategy, seats=_shares(bundles, demands, chosen), threads=self.threads
-        )
+        seats = _shares(bundles, demands, chosen)
+        faults = [
+            f"stage {d.stage!r} needs {d.num_devices} whole GPUs for each process (tensor_parallel_size), bundle "
+            f"{seat.bundle} ({bundles[seat.bundle]}) leaves it {seat.gpus:g}: give it a bundle with more GPUs"
+            for d in demands
+            for seat in seats[d.stage][:1]
+            if d.num_devices > 1 and bundles[seat.bundle].gpus and seat.gpus < d.num_devices
+        ]
+        if faults:
+            raise PlacementError(faults)
+        return Plan(bundles=bundles, strategy=self.strategy, seats=seats, threads=self.threads)
 
 
 def _shares(
@@ -179,13 +204,15 @@ def _shares(
     for demand in demands:
         for index in chosen[demand.stage]:
             sitting[index] += 1
-            using_gpu[index] += demand.uses_device
+            using_gpu[index] += demand.num_devices if demand.uses_device else 0
     return {
         demand.stage: tuple(
             Seat(
                 bundle=index,
                 cpus=_floor(bundles[index].cpus / sitting[index]),
-                gpus=_gpu_share(bundles[index].gpus, using_gpu[index]) if demand.uses_device else 0.0,
+                gpus=demand.num_devices * _gpu_share(bundles[index].gpus, using_gpu[index])
+                if demand.uses_device
+                else 0.0,
             )
             for index in chosen[demand.stage]
         )

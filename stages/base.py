@@ -34,6 +34,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollstream.stages.errors import ConfigError, StalledError, WiringError
+from rollstream.stages.memory import Memory
 from rollstream.stages.schema import Schema, join_columns, validate
 
 S_co = TypeVar("S_co", bound=Schema, covariant=True)
@@ -162,6 +163,16 @@ class Stage(ABC, Generic[In, Out]):
         """Everything wrong that can be seen on the driver, without loading a model: one sentence each."""
         return []
 
+    @property
+    def devices_per_rank(self) -> int:
+        """Devices that one process needs whole; 1 may be shared."""
+        return 1
+
+    def memory(self, device_bytes: int) -> Memory | None:
+        """What one process takes of a device of so many bytes, by estimate, on the driver; None where it takes none, or
+        it is not known."""
+        return None
+
     def setup(self, world: World) -> None:
         """Loads what is heavy. Called once, in the stage's own process; collective where `num_ranks` > 1."""
 
@@ -267,6 +278,10 @@ class RolloutStage(Stage[In, Out]):
     @abstractmethod
     def load_weights(self, version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
         """Takes the weights of `version` in Hugging Face names; all that is sampled from then on comes of them."""
+
+    def rest(self) -> None:
+        """Nothing is under way: others may have the device until new weights come. May be called in another thread,
+        never while another method is at work."""
 
     def __call__(self, stream: Stream[In]) -> Stream[Out]:
         check_wiring(self, stream, self.consumes)

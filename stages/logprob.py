@@ -11,7 +11,9 @@ import pyarrow as pa
 
 from rollstream.stages.base import MapStage, World
 from rollstream.stages.errors import check_rules
+from rollstream.stages.megatron.memory import reference_memory
 from rollstream.stages.megatron.settings import MegatronConfig, shared_rules
+from rollstream.stages.memory import Memory
 from rollstream.stages.schema import PER_TOKEN, Rollouts, WithRef
 
 if TYPE_CHECKING:
@@ -46,6 +48,9 @@ class RefLogprob(MapStage[Rollouts, WithRef]):
 
     def faults(self) -> list[str]:
         return self.config.model_faults()
+
+    def memory(self, device_bytes: int) -> Memory:
+        return reference_memory(self.config)
 
     def setup(self, world: World) -> None:
         from rollstream.stages.megatron.session import RefSession

@@ -17,7 +17,9 @@ from rollstream.stages.loss import AGGREGATIONS, KL_KINDS
 from rollstream.stages.loss.correction_settings import Correction
 from rollstream.stages.megatron import hf_config
 from rollstream.stages.megatron.lora_settings import Lora
+from rollstream.stages.megatron.memory import trainer_memory
 from rollstream.stages.megatron.settings import RECOMPUTE, MegatronConfig, shared_rules
+from rollstream.stages.memory import Memory
 from rollstream.stages.names import known_names
 from rollstream.stages.schema import Advantaged, Trained, WithRef
 
@@ -151,6 +153,9 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
         if not faults and lora is not None and hf_config.read(Path(self.config.model)).experts is not None:
             faults += lora.expert_faults()
         return faults
+
+    def memory(self, device_bytes: int) -> Memory:
+        return trainer_memory(self.config)
 
     def setup(self, world: World) -> None:
         from rollstream.stages.megatron.session import ActorSession

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -112,6 +112,15 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Frees the model, and ends the engine's processes."""
+        ...
+
+
+@runtime_checkable
+class Rests(Protocol):
+    """An engine that can give its device's memory back."""
+
+    def rest(self) -> None:
+        """Gives it back until new weights come. Nothing may be under way."""
         ...
 
 

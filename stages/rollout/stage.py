@@ -15,9 +15,11 @@ import pyarrow as pa
 
 from rollstream.stages.base import RolloutStage, Stage, World
 from rollstream.stages.errors import check_rules
+from rollstream.stages.memory import Memory
 from rollstream.stages.names import DTYPES, known_names
 from rollstream.stages.rollout import vllm_settings
-from rollstream.stages.rollout.engine import Engine, Request, Sample, Sampling
+from rollstream.stages.rollout.embedded_memory import embedded_memory
+from rollstream.stages.rollout.engine import Engine, Request, Rests, Sample, Sampling
 from rollstream.stages.rollout.engines import ENGINES, make_engine
 from rollstream.stages.rollout.episodes import EpisodeLimits, Episodes
 from rollstream.stages.rollout.function import Function, Tool, ship
@@ -205,6 +207,19 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
         if self.config.engine == "vllm":
             faults += vllm_settings.faults(self.config.model, self.config.engine_args, self._sampling())
         return faults
+
+    @property
+    def devices_per_rank(self) -> int:
+        return vllm_settings.num_devices(self.config.engine_args) if self.config.engine == "vllm" else 1
+
+    def memory(self, device_bytes: int) -> Memory | None:
+        if self.config.engine == "vllm":
+            return vllm_settings.memory(self.config.engine_args, device_bytes)
+        return embedded_memory(self.config, self.groups_in_flight)
+
+    def rest(self) -> None:
+        if isinstance(self._engine, Rests):
+            self._engine.rest()
 
     def setup(self, world: World) -> None:
         import torch

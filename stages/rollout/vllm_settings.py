@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rollstream.stages.memory import Memory
 from rollstream.stages.names import known_names
 from rollstream.stages.rollout.engine import Sampling
 
@@ -35,6 +36,8 @@ OWN = {
     "weight_transfer_config": "the stage",
     "tokenizer": "model",
 }
+#: Of a GPU's memory, where gpu_memory_utilization does not say; vLLM's own is 0.9 or a little more, by its release.
+GPU_SHARE = 0.92
 #: Memory for keys and values on a CPU at least, where a sequence of full length does not need more.
 CPU_KV_BYTES = 256 * 1024**2
 #: Sizes of attention heads that vLLM's CPU kernels know: at another one its core ends with the first token.
@@ -97,6 +100,22 @@ def known_args() -> frozenset[str]:
         if node.name in ("EngineArgs", "AsyncEngineArgs")
         for line in node.body
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    )
+
+
+def num_devices(args: Mapping[str, Any]) -> int:
+    """Devices of one engine."""
+    return int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
+
+
+def memory(args: Mapping[str, Any], device_bytes: int) -> Memory:
+    """What the engine takes of each of its devices, all of it: weights, keys and values, and room to compute."""
+    share = float(args.get("gpu_memory_utilization", GPU_SHARE))
+    sleeps = bool(args.get("enable_sleep_mode"))
+    return Memory(
+        parts={"engine": int(share * device_bytes)},
+        freed={"engine"} if sleeps else frozenset(),
+        could_free="" if sleeps else "engine_args={'enable_sleep_mode': True}",
     )
 
 

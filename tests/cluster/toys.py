@@ -48,6 +48,12 @@ class Numbers(Source[Prompted]):
         return f"numbers to {self.config.count}"
 
 
+def note(file: str, event: str) -> None:
+    if file:
+        with open(file, "a") as events:
+            events.write(event + "\n")
+
+
 class HeldOut(Numbers):
     def __len__(self) -> int:
         return self.config.count
@@ -89,6 +95,7 @@ class Echo(RolloutStage[Prompted, Rollouts]):
         sleep_s: float = 0.0
         dies: bool = False
         response_chars: int = 1
+        events: str = ""  # a file that says what was done, in order
 
     version = -1
     groups_in_flight = 2
@@ -99,6 +106,7 @@ class Echo(RolloutStage[Prompted, Rollouts]):
     def finished(self, timeout_s: float) -> pa.RecordBatch | None:
         if not self.groups:
             return None
+        note(self.config.events, "generate")
         time.sleep(self.config.sleep_s)
         if self.config.dies:
             os._exit(7)
@@ -117,6 +125,11 @@ class Echo(RolloutStage[Prompted, Rollouts]):
         ((_, value),) = list(tensors)
         assert int(value[0]) == version
         self.version = version
+        note(self.config.events, f"load {version}")
+
+    def rest(self) -> None:
+        assert not self.__dict__.get("groups")
+        note(self.config.events, "rest")
 
 
 class Score(MapStage[Rollouts, Scored]):
@@ -174,6 +187,7 @@ class Count(UpdateStage[Advantaged, Trained]):
         num_ranks: int = 1
         sleep_s: float = 0.0
         full_disk_at: int = -1
+        events: str = ""
 
     def __call__(self, stream, *, ref=None):
         check_wiring(self, stream, Advantaged)
@@ -201,6 +215,7 @@ class Count(UpdateStage[Advantaged, Trained]):
         Path(f"{self.config.diary}.pid").write_text(str(os.getpid()))
 
     def update(self, groups):
+        note(self.config.events, "train")
         time.sleep(self.config.sleep_s)
         rows = [
             {

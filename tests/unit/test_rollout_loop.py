@@ -11,7 +11,9 @@ import pytest
 from rollstream.graphs import rollout_loop
 from rollstream.graphs.edge_actor import Lease
 from rollstream.graphs.item import Item
-from rollstream.graphs.rollout_loop import RolloutLoop
+from rollstream.graphs.rollout_loop import RolloutLoop, Turn
+from rollstream.graphs.weights import Published
+from rollstream.stages.errors import StalledError
 
 
 class Stage:
@@ -56,7 +58,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Any:
 def loop_of(scene: Any, *, continuous: bool) -> RolloutLoop:
     stage: Any = Stage(continuous)
     fetch: Any = lambda item: item.group_id  # noqa: E731
-    return RolloutLoop(stage, inlet=scene.inlet, store=None, fetch=fetch)
+    return RolloutLoop(stage, inlet=scene.inlet, store=None, fetch=fetch, turn=Turn())
 
 
 def taken(loop: RolloutLoop) -> list[str]:
@@ -97,3 +99,39 @@ def test_groups_behind_one_that_could_not_be_begun_are_taken_again(scene):
     loop.lease()
     loop.begin()
     assert taken(loop) == ["g0", "g2"]
+
+
+def test_nothing_begins_while_the_stage_rests_and_weights_are_loaded_again_after(scene, monkeypatch):
+    monkeypatch.setattr(rollout_loop, "TAKE_S", 0.0)
+    loop = loop_of(scene, continuous=True)
+    stage, turn, loads = loop._stage, loop._turn, []
+    stage.rest = lambda: loads.append("rest")
+    loop._store, loop._version = object(), -1
+    monkeypatch.setattr(loop, "_look_for_weights", lambda: None)
+    monkeypatch.setattr(loop, "_latest", lambda: Published(version=3, buckets=()))
+    monkeypatch.setattr(rollout_loop, "get_all", lambda *_, **__: [])
+    stage.load_weights = lambda version, tensors: loads.append(version)
+    scene.leases = [[item(0, "g0")], [], [item(1, "g1")], []]
+    loop.attach("a")
+    loop.lease()
+    loop.begin()
+    assert taken(loop) == ["g0"]
+    turn.end(stage, lambda: loop.is_at_work)
+    for _ in range(2):
+        loop.lease()
+        loop.begin()
+    assert (taken(loop), loop.busy) == ([], True)
+    turn.begin()
+    loop.begin()
+    assert taken(loop) == ["g1"]
+    assert loads == [3, "rest", 3]
+
+
+def test_a_rest_waits_for_what_is_under_way(scene, monkeypatch):
+    busy = [True, True, False]
+    stage: Any = SimpleNamespace(name="rollout", rest=lambda: busy.append(True))
+    Turn().end(stage, lambda: busy.pop(0))
+    assert busy == [True]
+    monkeypatch.setattr(rollout_loop, "CALL_S", 0.0)
+    with pytest.raises(StalledError, match="rollout: groups were under way"):
+        Turn().end(stage, lambda: True)

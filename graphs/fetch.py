@@ -35,7 +35,7 @@ def fetch_all(items: Sequence[Item], edges: Mapping[str, Any]) -> list[pa.Record
     groups the calls are what takes time."""
     refs = list(dict.fromkeys(part.ref for item in items for part in item.parts if part.ref is not None))
     try:
-        found = dict(zip(refs, ray.get(refs, timeout=REFERENCE_S), strict=True))
+        found = dict(zip(refs, ray.get(refs, timeout=REFERENCE_S) if refs else [], strict=True))
     except (ObjectLostError, GetTimeoutError, RayActorError):
         found = {}  # one by one: each is asked for again where it must be
     return [

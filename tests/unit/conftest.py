@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import ray
 
 from rollstream.graphs import edge_actor
 from rollstream.graphs.edge import EdgeQueue
@@ -21,6 +22,14 @@ from rollstream.stages.schema import Schema
 
 sys.path.insert(0, str(Path(__file__).parent))  # for edge_toys, small_world
 import edge_toys
+
+
+@pytest.fixture(autouse=True)
+def without_ray():
+    """A call to Ray that no test stands in for starts a cluster by itself, which later tests trip over."""
+    yield
+    assert not ray.is_initialized(), "this test has started Ray"
+
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls is defined %}[tools]{% endif %}<|end|>"

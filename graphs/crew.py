@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from rollstream.graphs.evaluation import Evaluation
 from rollstream.graphs.evaluator import Evaluator
 from rollstream.graphs.graph import Graph
 from rollstream.graphs.host import Links, StageHost
-from rollstream.graphs.wait import ask, get_all
+from rollstream.graphs.wait import ask, get, get_all
 from rollstream.graphs.weights import make_weight_store
 from rollstream.placement import Demand, Placement, Plan, Seat, check_cluster
 from rollstream.stages.base import RolloutStage, Source, UpdateStage, World
-from rollstream.stages.errors import PlacementError
+from rollstream.stages.errors import PlacementError, ProcessDied
 
 PLACE_S = 60.0
 SETUP_S = 600.0
@@ -115,12 +116,19 @@ class Crew:
     def rest(self) -> None:
         """By turns, before the update stage works: the rollout engines give the GPUs back."""
         if self.plan.turns:
-            get_all([host.rest.remote() for host in self._engines()], "the engines' rest", timeout_s=SETUP_S)
+            self._tell_engines("rest", timeout_s=SETUP_S)
 
     def wake(self) -> None:
         """By turns, before groups are waited for: the rollout engines may have the GPUs."""
         if self.plan.turns:
-            get_all([host.wake.remote() for host in self._engines()], "the engines", timeout_s=PLACE_S)
+            self._tell_engines("wake", timeout_s=PLACE_S)
+
+    def _tell_engines(self, method: str, *, timeout_s: float) -> None:
+        """All but those whose processes are being started again."""
+        calls = [getattr(host, method).remote() for host in self._engines()]
+        for call in calls:
+            with suppress(ProcessDied):
+                get(call, f"{method} of the rollout stage", timeout_s=timeout_s)
 
     def _engines(self) -> list[Any]:
         rollout = self.graph.rollout

@@ -76,11 +76,13 @@ class Attempt:
 
     def look(self, version: int, *, update_is_free: bool = True) -> None:
         """Replaces what has died, shows what goes on, and takes note of groups that left. Raises ProcessDied where
-        only the last checkpoint helps, StalledError past the stall limit."""
+        only the last checkpoint helps, StalledError past the stall limit; an evaluation's error only between two steps,
+        for it must not cost the one that goes on."""
         self._supervisor.look(version)
         if self._supervisor.must_publish and update_is_free:
             self.publish(version)
-        self.evaluations.look()
+        if update_is_free:
+            self.evaluations.look()
         self._watch.look()
 
     def settle(self) -> None:

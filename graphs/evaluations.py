@@ -59,11 +59,9 @@ class Evaluations:
         self._done, self._tell = done, tell
 
     def begin(self, step: int, version: int) -> None:
-        """Takes the weights of `version`, which the store has, for those that are due after `step` steps."""
+        """After each step: takes the weights of `version`, which the store has, for those that are due, and looks."""
         due = [line for line in self._lines if line.evaluation.is_due(step)]
-        if not due:
-            return
-        weights = self._weights(version)
+        weights = self._weights(version) if due else None
         for line in due:
             if weights is None:
                 self._leave_out(line, step, "the weight store lost the weights of this step")

@@ -236,8 +236,8 @@ class _Run:
         allowed = self.graph.weights.max_staleness if self.graph.weights else self.version
         late = [g.group_id for g in groups if self.version - g.version > allowed]
         assert not late, f"groups {late} are more than {allowed} versions old"
-        self.busy = True
         self.attempt.crew.rest()
+        self.busy = True
         calls = self.attempt.feed.begin(self.step + 1, groups)
         pending = calls
         give_up: float | None = None

@@ -7,6 +7,7 @@ from mlflow import MlflowClient
 from toys import Echo, HeldOut, Versions, diary_of, toy_graph
 
 from rollstream import Evaluation, run
+from rollstream.graphs.checkpoint import Checkpoints
 from rollstream.stages.errors import StageError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
@@ -56,7 +57,13 @@ def test_an_evaluator_that_dies_answers_all_the_same(tmp_path):
 
 
 def test_an_evaluation_that_raises_ends_the_run_with_its_own_error(tmp_path):
-    graph = toy_graph(tmp_path / "d", sleep_s=0.5, evaluations=[held_out(fails=True)])
+    graph = toy_graph(tmp_path / "d", sleep_s=0.5, evaluations=[held_out(fails=True, waits_for=str(tmp_path / "go"))])
+    steps = run(graph, steps=50, out=tmp_path / "out")
+    done = [next(steps).index, next(steps).index]
+    (tmp_path / "go").touch()
     with pytest.raises(StageError, match="the toy divides by zero") as caught:
-        list(run(graph, steps=50, out=tmp_path / "out"))
+        done += [step.index for step in steps]
     assert (caught.value.stage, caught.value.subject) == ("eval.versions", "g0")
+    found = Checkpoints(tmp_path / "out/checkpoints").latest()
+    assert found is not None
+    assert found.state.step >= done[-1]  # no step that was done is lost

@@ -8,6 +8,7 @@ an H200, of 0.5 B parameters, and of 3 B with everything recomputed, had peaks a
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,31 +30,41 @@ LOGITS_BYTES = 3 * 4 * (1 << 27)
 OFFLOADED = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer"}
 
 
+@dataclass(frozen=True)
+class Count:
+    """Parameters of the rank that holds most. Experts are counted apart: their optimizer state is dealt to fewer ranks."""
+
+    experts: int
+    others: int
+
+    @property
+    def all(self) -> int:
+        return self.experts + self.others
+
+
 def num_parameters(config: HFConfig, layout: Layout) -> int:
     """Of the rank that holds most: matrices are cut `tp` ways, norms are not."""
-    layers = _most_layers(config, layout) * _layer_parameters(config, layout)
-    embedding = config.vocab_size * config.hidden_size // layout.tp
-    ends = config.hidden_size + embedding * (1 if config.tied or layout.pp > 1 else 2)
-    return layers + ends
+    return _whole_model(config, layout).all
 
 
-def trained_parameters(config: HFConfig, layout: Layout, lora: Lora | None) -> int:
+def trained_parameters(config: HFConfig, layout: Layout, lora: Lora | None) -> Count:
     """Of the rank that holds most: all, or those of the adapters."""
-    if lora is None:
-        return num_parameters(config, layout)
-    return _most_layers(config, layout) * _adapter_parameters(config, layout, lora)
+    return _whole_model(config, layout) if lora is None else _adapters(config, layout, lora)
 
 
 def trainer_memory(settings: ActorUpdate.Config) -> Memory:
     """Weights in their dtype, gradients in float32 (Megatron's gradient buffer), Adam's two moments and, below float32,
-    main weights in float32: these are dealt to the `dp` ranks (Rajbhandari et al. 2020, ZeRO stage 1)."""
+    main weights in float32. Moments and main weights are dealt to the ranks that hold the same parameters (Rajbhandari
+    et al. 2020, ZeRO stage 1): `dp` ranks, or for experts, which are spread over `tp * dp`, what `ep * etp` leaves."""
     config, layout = hf_config.read(Path(settings.model)), settings.layout
     trained = trained_parameters(config, layout, settings.lora)
+    adapters = 0 if settings.lora is None else trained.all
+    copies = layout.tp * layout.dp // (layout.ep * layout.expert_tp)
     per_parameter = 8 if settings.dtype == "float32" else 12
     parts = {
-        "weights": num_parameters(config, layout) * BYTES[settings.dtype],
-        "gradients": 4 * trained,
-        "optimizer": math.ceil(per_parameter * trained / layout.dp),
+        "weights": (num_parameters(config, layout) + adapters) * BYTES[settings.dtype],
+        "gradients": 4 * trained.all,
+        "optimizer": math.ceil(per_parameter * (trained.others / layout.dp + trained.experts / copies)),
         "activations": activation_bytes(config, settings, recompute=settings.recompute),
         "logits": LOGITS_BYTES,
     }
@@ -96,29 +107,34 @@ def _most_layers(config: HFConfig, layout: Layout) -> int:
     return max([inner, *fixed])
 
 
-def _layer_parameters(config: HFConfig, layout: Layout) -> int:
+def _whole_model(config: HFConfig, layout: Layout) -> Count:
+    layers, embedding = _most_layers(config, layout), config.vocab_size * config.hidden_size // layout.tp
+    experts, others = _layer_parameters(config, layout)
+    ends = config.hidden_size + embedding * (1 if config.tied or layout.pp > 1 else 2)
+    return Count(layers * experts, layers * others + ends)
+
+
+def _layer_parameters(config: HFConfig, layout: Layout) -> tuple[int, int]:
+    """Of its experts, and all else."""
     h, s = config.hidden_size, config.head_size
     queries, keys = config.num_heads * s, config.num_kv_heads * s
     attention = h * (2 * queries + 2 * keys) + (queries + 2 * keys if config.qkv_bias else 0)
     norms = 2 * h + (2 * s if config.qk_norm else 0)
     if config.experts is None:
-        return (attention + 3 * h * config.ffn_size) // layout.tp + norms
+        return 0, (attention + 3 * h * config.ffn_size) // layout.tp + norms
     experts = config.experts.num * 3 * h * config.experts.ffn_size
     router = config.experts.num * h
-    return attention // layout.tp + experts // (layout.ep * layout.expert_tp) + router + norms
+    return experts // (layout.ep * layout.expert_tp), attention // layout.tp + router + norms
 
 
-def _adapter_parameters(config: HFConfig, layout: Layout, lora: Lora) -> int:
-    """Of one layer: rank times the sum of both sides of each linear that is adapted. One side of two is cut."""
-    h, s = config.hidden_size, config.head_size
+def _adapters(config: HFConfig, layout: Layout, lora: Lora) -> Count:
+    """Rank times the sum of both sides of each linear that is adapted. One side of two is cut; both are counted."""
+    h, s, layers = config.hidden_size, config.head_size, _most_layers(config, layout)
     queries, keys = config.num_heads * s, config.num_kv_heads * s
-    experts = config.experts
-    ffn, copies = (config.ffn_size, 1) if experts is None else (experts.ffn_size, experts.num // layout.ep)
-    sides = {
-        "q_proj": h + queries,
-        "k_proj": h + keys,
-        "v_proj": h + keys,
-        "o_proj": queries + h,
-        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), copies * (h + ffn)),
-    }
-    return lora.rank * sum(sides[name] for name in lora.targets)
+    attention = {"q_proj": h + queries, "k_proj": h + keys, "v_proj": h + keys, "o_proj": queries + h}
+    feed_forward = sum(target not in attention for target in lora.targets)
+    in_attention = sum(size for target, size in attention.items() if target in lora.targets)
+    if config.experts is None:
+        return Count(0, layers * lora.rank * (in_attention + feed_forward * (h + config.ffn_size)))
+    experts = config.experts.num // layout.ep * feed_forward * (h + config.experts.ffn_size)
+    return Count(layers * lora.rank * experts, layers * lora.rank * in_attention)

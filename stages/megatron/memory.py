@@ -32,7 +32,7 @@ OFFLOADED = {"parameters": "weights", "gradients": "gradients", "optimizer": "op
 
 @dataclass(frozen=True)
 class Count:
-    """Parameters of the rank that holds most. Experts are counted apart: their optimizer state is dealt to fewer ranks."""
+    """Parameters of the rank that holds most. Experts are apart: their optimizer state is dealt to fewer ranks."""
 
     experts: int
     others: int

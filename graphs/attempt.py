@@ -80,7 +80,9 @@ class Attempt:
         for it must not cost the one that goes on."""
         self._supervisor.look(version)
         if self._supervisor.must_publish and update_is_free:
+            self.crew.rest()
             self.publish(version)
+            self.crew.wake()
         if update_is_free:
             self.evaluations.look()
         self._watch.look()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -10,6 +11,7 @@ from ray.exceptions import RayError
 from rollstream.graphs.graph import Graph
 from rollstream.placement import Placement, Plan, shared
 from rollstream.stages.base import RolloutStage
+from rollstream.stages.errors import PlacementError
 
 ASK_S = 60.0
 GB = 1e9
@@ -36,16 +38,22 @@ def with_sharing(graph: Graph, placement: Placement, plan: Plan, device_bytes: i
 
 
 def device_bytes(placement: Placement, plan: Plan) -> int | None:
-    """Memory of one GPU, as the placement says, or as one of the cluster's does; None where there is none."""
+    """Memory of one GPU, as the placement says, or as one of the cluster's does; None where there is none. Raises
+    PlacementError where stages are to take turns and nobody knows."""
     if placement.device_gb is not None:
         return int(placement.device_gb * GB)
     if not any(seat.gpus for seats in plan.seats.values() for seat in seats):
         return None
     make: Any = ray.remote(num_cpus=0, num_gpus=0.01, max_retries=0)
-    try:
-        return ray.get(make(_total_memory).remote(), timeout=ASK_S)
-    except RayError:  # all are taken just now: then the plan has no estimate
-        return None
+    found: int | None = None
+    with suppress(RayError):  # all are taken just now: then the plan has no estimate
+        found = ray.get(make(_total_memory).remote(), timeout=ASK_S)
+    if found is None and placement.sharing == "turns":
+        raise PlacementError(
+            f"sharing='turns' needs to know how large a GPU is, and the cluster did not say so in {ASK_S:g} s: give "
+            "device_gb, such as Placement(sharing='turns', device_gb=80)"
+        )
+    return found
 
 
 def _total_memory() -> int | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rollstream.graphs.evaluation import Evaluation
 from rollstream.graphs.evaluator import Evaluator
 from rollstream.graphs.graph import Graph
 from rollstream.graphs.host import Links, StageHost
+from rollstream.graphs.turns import Turns
 from rollstream.graphs.wait import ask, get, get_all
 from rollstream.graphs.weights import make_weight_store
 from rollstream.placement import Demand, Placement, Plan, Seat, check_cluster
@@ -71,6 +72,7 @@ class Crew:
     evaluators: dict[str, Any]  # evaluation -> its process
     edges: dict[str, Any]  # producer -> edge
     store: Any
+    turns: Turns = field(default_factory=Turns)
 
     @classmethod
     def start(cls, graph: Graph, plan: Plan, placement: Placement, edges: Sequence[EdgeSettings]) -> Crew:
@@ -116,12 +118,21 @@ class Crew:
     def rest(self) -> None:
         """By turns, before the update stage works: the rollout engines give the GPUs back."""
         if self.plan.turns:
+            self.turns.to_trainer(timeout_s=2 * SETUP_S)
             self._tell_engines("rest", timeout_s=SETUP_S)
 
     def wake(self) -> None:
         """By turns, before groups are waited for: the rollout engines may have the GPUs."""
         if self.plan.turns:
             self._tell_engines("wake", timeout_s=PLACE_S)
+            self.turns.to_engines()
+
+    def end_turns(self) -> None:
+        """By turns, where the run ends: the update stage may have the GPUs for what it saves and exports. Groups that
+        are under way are given up."""
+        if self.plan.turns:
+            self.turns.to_trainer(timeout_s=2 * SETUP_S)
+            self._tell_engines("quit", timeout_s=SETUP_S)
 
     def _tell_engines(self, method: str, *, timeout_s: float) -> None:
         """All but those whose processes are being started again."""
@@ -135,11 +146,13 @@ class Crew:
         return [host for replica in (self.hosts[rollout.name] if rollout else ()) for host in replica]
 
     def set_up_again(self, stage: str, number: int) -> None:
-        """Loads and connects one replica whose processes were started again."""
+        """Loads and connects one replica whose processes were started again; by turns, an engine in its own turn."""
         ranks = self.hosts[stage][number]
         what = f"the new process of {stage}"
         address = ask(lambda: ranks[0].address.remote(), what, timeout_s=SETUP_S)
-        get_all([host.setup.remote(*address) for host in ranks], what, timeout_s=SETUP_S)
+        takes_turns = self.plan.turns and isinstance(self.graph.stages[stage], RolloutStage)
+        with self.turns.loading() if takes_turns else nullcontext():
+            get_all([host.setup.remote(*address) for host in ranks], what, timeout_s=SETUP_S)
         get_all(self._connect(stage, number), what, timeout_s=PLACE_S)
 
     def _connect(self, stage: str, number: int) -> list[Any]:
@@ -176,6 +189,7 @@ class Crew:
 
     def stop(self) -> None:
         """Ends every actor of this run, and gives the bundles back."""
+        self.turns.end()
         hosts = [h for replicas in self.hosts.values() for replica in replicas for h in replica]
         for actor in [*hosts, *self.evaluators.values(), *self.edges.values(), self.store]:
             actors.end(actor)

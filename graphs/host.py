@@ -240,6 +240,13 @@ class StageHost:
     def wake(self) -> None:
         self._turn.begin()
 
+    @ray.method(concurrency_group="control")
+    def quit(self) -> None:
+        """A rollout stage gives the device back for good, whatever it is at."""
+        stage = self._stage
+        assert isinstance(stage, RolloutStage)
+        self._carry("quit", lambda: self._turn.quit(stage))
+
     # Update stages ----------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="feed")

@@ -66,6 +66,12 @@ class Turn:
     def begin(self) -> None:
         self.resting = False
 
+    def quit(self, stage: RolloutStage[Any, Any]) -> None:
+        """For good: lets nothing begin, and gives up what is under way."""
+        self.resting = True
+        with self.lock:
+            stage.close()
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Begun:

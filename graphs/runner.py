@@ -177,6 +177,7 @@ class _Run:
     def _keep_what_is_done(self, keeper: Keeper) -> None:
         """A checkpoint of what was trained, where the update stage still can."""
         try:
+            self.attempt.crew.end_turns()
             self._commit(keeper, wait=True)
         except RollstreamError as second:
             last = self.saver.saved_step
@@ -317,6 +318,7 @@ class _Run:
             self.attempt.look(self.version)
 
     def _finish(self, keeper: Keeper, stop: StopFlag) -> None:
+        self.attempt.crew.end_turns()
         self._commit(keeper, wait=True)
         self._wait_for_evaluations()
         if self.saver.saved_step != self.step and not self.busy:

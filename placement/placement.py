@@ -187,7 +187,7 @@ class Placement:
             f"stage {d.stage!r} needs {d.num_devices} whole GPUs for each process (tensor_parallel_size), bundle "
             f"{seat.bundle} ({bundles[seat.bundle]}) leaves it {seat.gpus:g}: give it a bundle with more GPUs"
             for d in demands
-            for seat in seats[d.stage][:1]
+            for seat in dict.fromkeys(seats[d.stage])
             if d.num_devices > 1 and bundles[seat.bundle].gpus and seat.gpus < d.num_devices
         ]
         if faults:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def embedded_memory(config: Rollout.Config, num_groups: int) -> Memory | None:
-    """Weights, and keys and values of `num_groups` groups' responses; None for a model that is not known here."""
+    """Weights, and keys and values of `num_groups` groups' responses, all of it freed by a rest; None for a model that
+    is not known here."""
     try:
         model = hf_config.read(Path(config.model))
     except ValueError:
@@ -23,4 +24,7 @@ def embedded_memory(config: Rollout.Config, num_groups: int) -> Memory | None:
     size = BYTES[config.dtype]
     token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_size * size
     tokens = num_groups * config.n * config.max_tokens
-    return Memory(parts={"weights": num_parameters(model, Layout()) * size, "kv_cache": tokens * token_bytes})
+    return Memory(
+        parts={"weights": num_parameters(model, Layout()) * size, "kv_cache": tokens * token_bytes},
+        freed={"weights", "kv_cache"},
+    )

@@ -75,10 +75,17 @@ class TransformersEngine:
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
         """See `Engine.load_weights`."""
+        self._model.to(self._device)
         faults = copy_weights(self._model, tensors)
         if faults:
             raise StageError(self._stage, f"weights of version {version}", "\n".join(faults))
         self._version = version
+
+    def rest(self) -> None:
+        """See `Rests.rest`: the weights wait in host memory."""
+        self._model.to("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """See `Engine.close`."""

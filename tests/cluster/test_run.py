@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import time
 import urllib.request
@@ -14,7 +13,6 @@ from mlflow import MlflowClient
 from toys import diary_of, toy_graph
 
 from rollstream import Bundle, Placement, run
-from rollstream.graphs import runner
 from rollstream.stages.errors import CheckpointError, PlacementError, StageError, StalledError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
@@ -97,18 +95,6 @@ def test_actors_sit_where_they_were_asked_to(tmp_path):
         {"StageHost": 4},  # numbers, score, weigh, count rank 1
         {"StageHost": 2},  # echo, count rank 0
     ]
-
-
-def test_engine_and_trainer_take_turns_where_the_plan_says_so(tmp_path, monkeypatch):
-    """The engine rests before each update, and has weights loaded before it goes on."""
-    plan = runner.plan_on_cluster
-    by_turns = {"turns": True, "memory": "one GPU for all"}
-    monkeypatch.setattr(runner, "plan_on_cluster", lambda *given: dataclasses.replace(plan(*given), **by_turns))
-    events = tmp_path / "events"
-    graph = toy_graph(tmp_path / "d", echo={"events": str(events)}, events=str(events))
-    list(run(graph, steps=3, out=tmp_path / "out", save_every=1))
-    step = [*["generate"] * 4, "rest", "train"]
-    assert events.read_text().split("\n")[:-1] == ["rest", "load 0", *step, "load 1", *step, "load 2", *step]
 
 
 def test_spread_gives_each_stage_a_bundle(tmp_path):

@@ -6,6 +6,7 @@ import builtins
 import errno
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -100,6 +101,18 @@ class Echo(RolloutStage[Prompted, Rollouts]):
     version = -1
     groups_in_flight = 2
 
+    def __setstate__(self, state) -> None:
+        self.__dict__.update(state)
+        note(self.config.events, "new process")
+
+    def setup(self, world) -> None:
+        note(self.config.events, "set up")
+        if self.config.events:
+            Path(f"{self.config.events}.pid").write_text(str(os.getpid()))
+
+    def close(self) -> None:
+        note(self.config.events, "close")
+
     def submit(self, group: pa.RecordBatch) -> None:
         self.__dict__.setdefault("groups", []).append(group)
 
@@ -188,6 +201,7 @@ class Count(UpdateStage[Advantaged, Trained]):
         sleep_s: float = 0.0
         full_disk_at: int = -1
         events: str = ""
+        kills_engine_at: int = -1  # the one whose events these are, in this step; its new process is there at its end
 
     def __call__(self, stream, *, ref=None):
         check_wiring(self, stream, Advantaged)
@@ -217,6 +231,8 @@ class Count(UpdateStage[Advantaged, Trained]):
     def update(self, groups):
         note(self.config.events, "train")
         time.sleep(self.config.sleep_s)
+        if self.version + 1 == self.config.kills_engine_at:
+            self._kill_engine()
         rows = [
             {
                 "rank": self.rank,
@@ -232,11 +248,22 @@ class Count(UpdateStage[Advantaged, Trained]):
         self.version += 1
         return {"actor/loss": (float(len(rows)), 1.0), "actor/tokens": (2.0 * len(rows), 1.0)}
 
+    def _kill_engine(self) -> None:
+        events = Path(self.config.events)
+        os.kill(int(Path(f"{events}.pid").read_text()), signal.SIGKILL)
+        before, give_up = events.read_text().count("new process"), time.monotonic() + 60
+        while events.read_text().count("new process") == before:
+            assert time.monotonic() < give_up, "it is not started again"
+            time.sleep(0.1)
+        time.sleep(1.5)  # it would be set up by then
+        note(self.config.events, "trained")
+
     def weights(self):
         if self.rank == 0:
             yield "number", np.array([self.version])
 
     def save(self, folder: Path) -> None:
+        note(self.config.events, "save")
         (folder / f"rank{self.rank}").write_text(str(self.version))
         self.saving = self.version
 

@@ -184,6 +184,17 @@ def test_loaded_weights_give_what_a_fresh_model_gives(tmp_path, tied):
     assert {v for g in after.values() for s in g for v in s.versions.tolist()} == {5}
 
 
+def test_a_model_that_rests_leaves_its_device_until_new_weights_come(folder, monkeypatch):
+    engine = TransformersEngine(folder, dtype="float32", stage="rollout")
+    before, places, move = tokens(generate(engine)), [], engine._model.to
+    engine._device = torch.device("cpu:0")
+    monkeypatch.setattr(engine._model, "to", lambda device: places.append(str(device)) or move(device))
+    engine.rest()
+    engine.load_weights(1, weights(folder))
+    assert places == ["cpu", "cpu:0"]
+    assert tokens(generate(engine)) == before
+
+
 def test_tied_weights_may_arrive_under_both_names(tmp_path):
     folder = save_model(tmp_path, tied=True)
     engine = TransformersEngine(folder, dtype="float32", stage="rollout")

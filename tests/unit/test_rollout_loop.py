@@ -135,3 +135,18 @@ def test_a_rest_waits_for_what_is_under_way(scene, monkeypatch):
     monkeypatch.setattr(rollout_loop, "CALL_S", 0.0)
     with pytest.raises(StalledError, match="rollout: groups were under way"):
         Turn().end(stage, lambda: True)
+
+
+def test_a_stage_that_quits_begins_nothing_more_and_waits_for_nothing(scene):
+    loop = loop_of(scene, continuous=True)
+    closed = []
+    stage: Any = SimpleNamespace(close=lambda: closed.append(loop.is_at_work))
+    scene.leases = [[item(0, "g0")], [item(1, "g1")]]
+    loop.attach("a")
+    loop.lease()
+    loop.begin()
+    loop._turn.quit(stage)
+    loop.lease()
+    loop.begin()
+    assert closed == [True]
+    assert list(loop._flying) == ["g0"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import GetTimeoutError
 
+from rollstream.graphs import colocation
 from rollstream.placement import Bundle, Demand, Placement, shared
 from rollstream.stages.actor import ActorUpdate
 from rollstream.stages.errors import PlacementError
@@ -101,6 +104,27 @@ def test_an_engine_over_several_gpus_gets_them_whole():
         Placement.colocated(cpus=3, gpus=1).plan(demands)
 
 
+def test_each_bundle_of_an_engine_over_several_gpus_must_hold_it():
+    demands = [replace(DEMANDS[0], num_actors=2, num_devices=2), *DEMANDS[1:]]
+    placement = Placement.fixed([Bundle(2, 2), Bundle(2, 1), Bundle(2, 1)], {"rollout": [0, 1], "actor": 2})
+    with pytest.raises(PlacementError, match=r"'rollout' needs 2 whole GPUs .*bundle 1 \(2 CPU \+ 1 GPU\) leaves it"):
+        placement.plan(demands)
+
+
+def test_turns_need_the_size_of_a_gpu(monkeypatch):
+    def deaf(*_: Any, **__: Any) -> Any:
+        raise GetTimeoutError
+
+    make = SimpleNamespace(remote=lambda: None)
+    fake = SimpleNamespace(remote=lambda **_: lambda _: make, get=deaf)
+    monkeypatch.setattr(colocation, "ray", fake)
+    placement = Placement(bundles=(Bundle(3, 1),), sharing="turns")
+    with pytest.raises(PlacementError, match=r"needs to know how large a GPU is.*give device_gb, such as"):
+        colocation.device_bytes(placement, placement.plan(DEMANDS))
+    assert colocation.device_bytes(replace(placement, sharing="auto"), placement.plan(DEMANDS)) is None
+    assert colocation.device_bytes(replace(placement, device_gb=80), placement.plan(DEMANDS)) == 80 * GB
+
+
 def test_unknown_ways_to_share_are_refused():
     with pytest.raises(PlacementError, match=r"sharing is not known, got 'turn'.*did you mean 'turns'"):
         Placement(sharing="turn")  # pyright: ignore[reportArgumentType]
@@ -118,6 +142,14 @@ def test_a_vllm_engine_takes_its_share_and_frees_it_where_it_may_sleep(tiny_llam
     sleepy = replace(made.config, engine_args={**args, "enable_sleep_mode": True})
     memory = Rollout(sleepy).memory(1000)
     assert memory is not None
+    assert memory.total(resting=True) == 0
+
+
+def test_a_transformers_engine_frees_all_it_has(tiny_llama):
+    memory = Rollout(Rollout.Config(model=tiny_llama, max_tokens=10, n=3, groups_in_flight=2)).memory(0)
+    assert memory is not None
+    token_bytes = 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, their size, float32
+    assert memory.parts["kv_cache"] == 2 * 3 * 10 * token_bytes
     assert memory.total(resting=True) == 0
 
 

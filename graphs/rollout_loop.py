@@ -231,7 +231,9 @@ class RolloutLoop:
         if done:
             call, self._weights_call = self._weights_call, None
             try:
-                self._newest = get(call, "the weight store", timeout_s=1) or self._newest
+                found: Published | None = get(call, "the weight store", timeout_s=1)
+                if found is not None and (self._newest is None or found.version > self._newest.version):
+                    self._newest = found  # the answer may be older than what was asked for with the last groups
             except StageError:  # it is being started again, and the weights are published again
                 time.sleep(AGAIN_S)
 

@@ -150,3 +150,22 @@ def test_a_stage_that_quits_begins_nothing_more_and_waits_for_nothing(scene):
     loop.begin()
     assert closed == [True]
     assert list(loop._flying) == ["g0"]
+
+
+def test_an_old_answer_of_the_weight_store_does_not_hide_newer_weights(scene, monkeypatch):
+    """It was asked for newer weights, and answered, before groups came that were admitted for the newest."""
+    loop = loop_of(scene, continuous=True)
+    loop._stage.updates_in_flight, loads = True, []
+    old, new = (Published(version=version, buckets=()) for version in (5, 6))
+    store: Any = SimpleNamespace(latest=SimpleNamespace(remote=lambda *_, **__: old))
+    loop._store, loop._version = store, 4
+    monkeypatch.setattr(loop, "_latest", lambda: new)
+    monkeypatch.setattr(rollout_loop, "get", lambda call, *_, **__: call)
+    monkeypatch.setattr(rollout_loop, "get_all", lambda *_, **__: [])
+    loop._stage.load_weights = lambda version, tensors: loads.append(version)
+    loop._flying["g0"] = SimpleNamespace(item=item(0, "g0"))  # pyright: ignore[reportArgumentType]
+    scene.leases = [[item(1, "g1")]]
+    loop.lease()
+    loop.begin()
+    assert loads == [6]
+    assert loop._flying["g1"].item.version == 6

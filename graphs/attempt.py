@@ -70,6 +70,7 @@ class Attempt:
             self.crew.load(checkpoint)
         self.crew.publish(version)
         self.evaluations.begin(step, version)
+        self.evaluations.look()
         self.flow.admit(below)
         self.flow.begin(version)
         self._watch.follow(self.crew, self._on_edge)

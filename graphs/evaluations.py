@@ -59,7 +59,7 @@ class Evaluations:
         self._done, self._tell = done, tell
 
     def begin(self, step: int, version: int) -> None:
-        """After each step: takes the weights of `version`, which the store has, for those that are due, and looks."""
+        """After each step: takes the weights of `version`, which the store has, for those that are due."""
         due = [line for line in self._lines if line.evaluation.is_due(step)]
         weights = self._weights(version) if due else None
         for line in due:
@@ -70,7 +70,6 @@ class Evaluations:
                 too_long = f"an evaluation takes longer than {line.evaluation.every} steps"
                 self._leave_out(line, line.waiting[0], f"{too_long}; raise `every`, or give it fewer prompts")
             line.waiting = (step, weights)
-        self.look()
 
     def look(self) -> None:
         """Takes in what is done and begins what waits. Raises StageError, StalledError."""

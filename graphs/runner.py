@@ -209,12 +209,13 @@ class _Run:
                 return
             updated = time.monotonic()
             step = self._commit_step(groups, metrics | times(begun, waited, updated, metrics))
-            step = self._with_evaluations(self._save_if_due(keeper, step))
+            step = self._save_if_due(keeper, step)
             keeper.step(step, groups[0], self.attempt.crew.edges)
             self.watch.step(step)
             del groups  # their rows need not outlive the step
-            yield step
+            yield self._with_evaluations(step)
             self.watch.moved()
+            self.attempt.evaluations.look()  # an error of theirs costs no step that is done
             if stop.signal:
                 return
 
@@ -313,9 +314,12 @@ class _Run:
 
     def _wait_for_evaluations(self) -> None:
         """Each has a deadline of its own; a signal gives them up."""
-        while not self.watch.stop.signal and self.attempt.evaluations.wait(POLL_S):
+        while not self.watch.stop.signal:
+            self.attempt.evaluations.look()
+            if not self.attempt.evaluations.wait(POLL_S):
+                return
             self.watch.moved()
-            self.attempt.look(self.version)
+            self.watch.look()
 
     def _finish(self, keeper: Keeper, stop: StopFlag) -> None:
         self.attempt.crew.end_turns()

@@ -147,6 +147,7 @@ class Scene:
     def begin(self, step: int) -> None:
         self.stored = Published(version=step + 10, buckets=())
         self.evaluations.begin(step, step + 10)
+        self.evaluations.look()
 
     def answer(self, answer: Any) -> None:
         self.process.answers[len(self.process.asked)] = answer

@@ -10,7 +10,7 @@ from rollstream.graphs import runner
 
 def test_gpus_are_free_for_the_last_checkpoint_and_the_tracker_has_read_the_edges_before_they_end(monkeypatch):
     events: list[str] = []
-    evaluations = SimpleNamespace(wait=lambda timeout_s: False)
+    evaluations = SimpleNamespace(wait=lambda timeout_s: False, look=lambda: None)
     crew = SimpleNamespace(end_turns=lambda: events.append("engines end"))
     attempt = SimpleNamespace(crew=crew, stop=lambda: events.append("actors end"), evaluations=evaluations)
     monkeypatch.setattr(runner, "Attempt", lambda *_: attempt)

@@ -14,7 +14,8 @@ In a stage's process, from the stages down:
     policy_update   the optimizer steps of one update;  objective  the loss of one micro-batch
     trainer         a policy, its gradients and its optimizer (optimizer, offload)
     policy          a model that scores samples
-    model           Megatron's model from micro-batches to log-probabilities (transformer, layers, output, logprob)
+    model           Megatron's model from micro-batches to log-probabilities (transformer, layers, rotary, output,
+                    logprob; fused for what a GPU does in one pass)
     moe             experts (router, router_context);  lora  adapters (lora_linear, peft_format)
     batch           samples packed into micro-batches
     rules           Hugging Face names and Megatron's parts; weights loads and gathers by them (folder, export)

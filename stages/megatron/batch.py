@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rollstream.stages.megatron import cpu_platform
-from rollstream.stages.megatron.mcore import PackedSeqParams
+from rollstream.stages.megatron.rotary import Pack
 from rollstream.stages.megatron.router_context import RouterContext
 
 
@@ -45,7 +45,7 @@ class MicroBatch:
     #: [1, T], from 0 in each sequence.
     position_ids: Tensor
     #: Where each sequence begins: on the device for attention's kernel, and (as `padded`) on the host for all others.
-    packed: PackedSeqParams
+    packed: Pack
     #: [R] positions in T that predict the response tokens.
     rows: Tensor
     #: [R] the response tokens.
@@ -104,7 +104,7 @@ def pack(samples: Sequence[Sample], columns: Sequence[str] = (), *, multiple_of:
     return MicroBatch(
         input_ids=_on_device(np.concatenate(sequences).astype(np.int64))[None],
         position_ids=_on_device(np.concatenate([np.arange(size) for size in sizes]))[None],
-        packed=PackedSeqParams(
+        packed=Pack(
             qkv_format="thd",
             cu_seqlens_q=on_device,
             cu_seqlens_kv=on_device,

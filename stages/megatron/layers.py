@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollstream.stages.megatron.fused import fused_on_gpu
 from rollstream.stages.megatron.mcore import PackedSeqParams, TransformerConfig
+from rollstream.stages.megatron.rotary import rotated
 
 
 class RMSNorm(torch.nn.Module):
@@ -28,13 +30,19 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return _normalised(x, self.weight, self.eps)
+
+
+@fused_on_gpu
+def _normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each sequence of a pack: query [T, heads, size], out [T, heads * size].
+    """Causal attention within each sequence of a pack: query [T, heads, size], out [T, heads * size]. Both are
+    turned by their positions first.
 
     key and value [T, key/value heads, size] may have fewer heads: one for each group of adjacent query heads. Nothing
     of one sequence enters the arithmetic of another, not even as a zero weight, so that no value of a sequence changes
@@ -59,6 +67,7 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         assert packed_seq_params is not None, "sequences always come packed"
         packed: Any = packed_seq_params
+        query, key = rotated(query, key, *packed.rotary)
         if query.is_cuda and fits_varlen(query, torch.cuda.get_device_capability(query.device)):
             bounds = packed.cu_seqlens_q.to(query.device, non_blocking=True)
             return attend_at_once(query, key, value, bounds, packed.max_seqlen_q, self.scale)
@@ -96,10 +105,8 @@ def attend_at_once(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, max_length: int, scale: float | None
 ) -> Tensor:
     """One kernel for the whole pack; `bounds` int32 [sequences + 1] on the device, where each sequence begins."""
-    varlen_attn, shares_heads = _varlen()
-    options: dict[str, Any] = {"enable_gqa": True} if shares_heads else {}
-    if not shares_heads:
-        key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    varlen_attn, names_groups = _varlen()
+    options: dict[str, Any] = {"enable_gqa": True} if names_groups else {}
     causal = (-1, 0)  # all keys before a query, none behind it
     out = varlen_attn(
         query, key, value, bounds, bounds, max_length, max_length, scale=scale, window_size=causal, **options
@@ -109,8 +116,8 @@ def attend_at_once(
 
 @functools.cache
 def _varlen() -> tuple[Any, bool]:
-    """torch's attention for packs, and whether it takes fewer key/value heads than query heads, as torch 2.11 does
-    not. Its module loads torch's compiler: only where it is used."""
+    """torch's attention for packs, and whether it wants to be told of fewer key/value heads than query heads; torch
+    2.11 takes them as they come. Its module loads torch's compiler: only where it is used."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters

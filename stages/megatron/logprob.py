@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from rollstream.stages.megatron.fused import fused_on_gpu
 from rollstream.stages.megatron.mcore import state
 
 
@@ -24,43 +25,69 @@ def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float, vocab_
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """d logprob / d logits = (onehot(label) - softmax) / temperature: each rank needs only its own part of both."""
+    """d logprob / d logits = (onehot(label) - softmax) / temperature: each rank needs only its own part of both.
+
+    Passes over the logits are what this costs. Kept for the backward pass are the logits as they came: no copy of them
+    in float32 exists on a GPU at any time.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, temperature: float, start: int, vocab_size: int, group: Any
     ) -> tuple[Tensor, Tensor]:
-        scaled = logits.to(torch.float32, copy=True)  # passes over it are what this costs: they are few, and in place
-        if temperature != 1.0:
-            scaled.div_(temperature)
-        width = scaled.shape[-1]
-        real = min(max(vocab_size - start, 0), width)
-        scaled[:, real:] = float("-inf")
-        peak = scaled.amax(-1)
+        width = logits.shape[-1]
+        real = logits[:, : min(max(vocab_size - start, 0), width)]
+        if real.shape[-1]:
+            peak = _peak(real, temperature)
+        else:
+            peak = torch.full_like(labels, float("-inf"), dtype=torch.float32)
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
-        scaled.sub_(peak[:, None])
 
         local = labels - start
         own = (local >= 0) & (local < width)
         index = local.clamp(0, width - 1)[:, None]
-        at_label = torch.where(own, scaled.gather(-1, index)[:, 0], 0.0)
-        exponential = scaled.exp()
-        scaled[:, real:] = 0.0  # 0 * -inf is NaN
-        sums = torch.stack([exponential.sum(-1), at_label, torch.linalg.vecdot(exponential, scaled)])
+        at_label = torch.where(own, logits.gather(-1, index)[:, 0].float() / temperature - peak, 0.0)
+        sums = torch.stack([*_sums(real, peak, temperature), at_label])
         dist.all_reduce(sums, group=group)
 
-        total, at_label, product = sums
+        total, product, at_label = sums
         log_total = total.log()
-        entropy = log_total - product / total
-        ctx.save_for_backward(exponential.div_(total[:, None]), own, index)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        logprob, entropy = at_label - log_total, log_total - product / total
+        ctx.save_for_backward(logits, peak + log_total, logprob, own, index)
+        ctx.temperature, ctx.num_real = temperature, real.shape[-1]
         ctx.mark_non_differentiable(entropy)
-        return at_label - log_total, entropy
+        return logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        probability, own, index = ctx.saved_tensors
-        grad = grads[0]
-        out = probability * (grad / -ctx.temperature)[:, None]
-        out.scatter_add_(-1, index, (torch.where(own, grad, 0.0) / ctx.temperature)[:, None])
-        return out.to(ctx.dtype), None, None, None, None, None
+        logits, log_total, logprob, own, index = ctx.saved_tensors
+        grad = grads[0] / ctx.temperature
+        out = _gradient(logits[:, : ctx.num_real], log_total, -grad, ctx.temperature)
+        out = (
+            torch.nn.functional.pad(out, (0, logits.shape[-1] - ctx.num_real))
+            if ctx.num_real < logits.shape[-1]
+            else out
+        )
+        at_label = torch.where(own, -torch.expm1(logprob) * grad, out.gather(-1, index)[:, 0])
+        out.scatter_(-1, index, at_label[:, None].to(out.dtype))
+        return out, None, None, None, None, None
+
+
+@fused_on_gpu
+def _peak(logits: Tensor, temperature: float) -> Tensor:
+    return logits.amax(-1).float() / temperature
+
+
+@fused_on_gpu
+def _sums(logits: Tensor, peak: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Over the vocabulary: of e^x, and of x * e^x, where x is what a logit lies below the peak."""
+    below = logits.float() / temperature - peak[:, None]
+    exponential = below.exp()
+    return exponential.sum(-1), (exponential * below).sum(-1)
+
+
+@fused_on_gpu
+def _gradient(logits: Tensor, log_total: Tensor, factor: Tensor, temperature: float) -> Tensor:
+    """Softmax times `factor` [R], in the dtype of the logits."""
+    probability = (logits.float() / temperature - log_total[:, None]).exp_()
+    return probability.mul_(factor[:, None]).to(logits.dtype)

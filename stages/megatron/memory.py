@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from rollstream.stages.megatron.settings import MegatronConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-#: Logits of a chunk in float32 at most, as `output.py` cuts them, with their softmax and its gradient.
-LOGITS_BYTES = 3 * 4 * (1 << 27)
+#: Logits of a chunk at most on a GPU, as `output.py` cuts them.
+MAX_LOGITS = 1 << 29
 #: What leaves the device with each kind of `offload`.
 OFFLOADED = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer"}
 
@@ -66,7 +66,7 @@ def trainer_memory(settings: ActorUpdate.Config) -> Memory:
         "gradients": 4 * trained.all,
         "optimizer": math.ceil(per_parameter * (trained.others / layout.dp + trained.experts / copies)),
         "activations": activation_bytes(config, settings, recompute=settings.recompute),
-        "logits": LOGITS_BYTES,
+        "logits": logits_bytes(config, settings),
     }
     missing = tuple(kind for kind in OFFLOADED if kind not in settings.offload)
     return Memory(
@@ -81,7 +81,7 @@ def reference_memory(settings: RefLogprob.Config) -> Memory:
     config, layout = hf_config.read(Path(settings.model)), settings.layout
     weights = num_parameters(config, layout) * BYTES[settings.dtype]
     activations = activation_bytes(config, settings, recompute="none") // _most_layers(config, layout)
-    return Memory(parts={"weights": weights, "activations": activations, "logits": LOGITS_BYTES})
+    return Memory(parts={"weights": weights, "activations": activations, "logits": logits_bytes(config, settings)})
 
 
 def activation_bytes(config: HFConfig, settings: MegatronConfig, *, recompute: str) -> int:
@@ -98,6 +98,12 @@ def activation_bytes(config: HFConfig, settings: MegatronConfig, *, recompute: s
     if recompute == "full":
         return tokens * size * (layers * config.hidden_size + per_layer)
     return tokens * size * layers * per_layer
+
+
+def logits_bytes(config: HFConfig, settings: MegatronConfig) -> int:
+    """Of the largest chunk of logits, and as much for its gradient."""
+    logits = settings.max_tokens_per_micro_batch * config.vocab_size // settings.layout.tp
+    return 2 * BYTES[settings.dtype] * min(logits, MAX_LOGITS)
 
 
 def _most_layers(config: HFConfig, layout: Layout) -> int:

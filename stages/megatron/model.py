@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rollstream.stages.megatron import cpu_platform
@@ -15,6 +14,7 @@ from rollstream.stages.megatron.batch import MicroBatch
 from rollstream.stages.megatron.hf_config import HFConfig
 from rollstream.stages.megatron.mcore import GPTModel, state
 from rollstream.stages.megatron.output import ScoringLayer, Wanted
+from rollstream.stages.megatron.rotary import cos_sin, frequencies_of
 from rollstream.stages.megatron.router import routers_of, run_with
 from rollstream.stages.megatron.settings import MegatronConfig
 from rollstream.stages.megatron.transformer import block_spec, transformer_config
@@ -31,9 +31,10 @@ class Model(GPTModel):
     The output layer sees only the positions that predict those tokens: of a prompt no logits are ever made.
     """
 
-    def __init__(self, *args: Any, temperature: float, real_vocab_size: int, **kwargs: Any):
+    def __init__(self, *args: Any, temperature: float, real_vocab_size: int, frequencies: Tensor, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._temperature, self._real_vocab_size = temperature, real_vocab_size
+        self._frequencies = frequencies
         self._routers = routers_of(self)
         if self.post_process:
             ScoringLayer.take_over(self.output_layer)
@@ -52,6 +53,7 @@ class Model(GPTModel):
 
     def _run(self, batch: MicroBatch) -> Tensor:
         no_mask: Any = None  # packed attention is causal by itself
+        batch.packed.rotary = cos_sin(batch.position_ids[0], self._frequencies)
         return super().forward(batch.input_ids, batch.position_ids, no_mask, packed_seq_params=batch.packed)
 
     def global_name(self, name: str) -> str:
@@ -76,11 +78,10 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 def build(config: HFConfig, settings: MegatronConfig) -> list[Model]:
     """This rank's chunks, in the order of their layers, their weights still random; collective.
 
-    Raises ValueError for a rotary embedding whose attention needs a further factor, and where Megatron refuses a
-    setting.
+    Raises ValueError for a rotary embedding that `frequencies_of` refuses, and where Megatron refuses a setting.
     """
     transformer = transformer_config(config, settings)
-    frequencies = _scaled_frequencies(config) if config.rope_type != "default" else None
+    frequencies = frequencies_of(config)
     chunks: list[Model] = []
     for vp_stage in range(settings.layout.vpp) if settings.layout.vpp > 1 else [None]:
         model = Model(
@@ -90,26 +91,12 @@ def build(config: HFConfig, settings: MegatronConfig) -> list[Model]:
             max_sequence_length=config.max_positions,
             pre_process=state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            position_embedding_type="rope",
-            rotary_base=config.rope_theta,
+            position_embedding_type="none",  # attention sees to it
             share_embeddings_and_output_weights=config.tied,
             vp_stage=vp_stage,
             temperature=settings.temperature,
             real_vocab_size=config.vocab_size,
+            frequencies=frequencies,
         )
-        if frequencies is not None:
-            model.rotary_pos_emb.inv_freq = frequencies
         chunks.append(model.to(cpu_platform.device()))
     return chunks
-
-
-def _scaled_frequencies(config: HFConfig) -> Tensor:
-    """Inverse frequencies of a scaled rotary embedding, as transformers computes them from the folder's settings."""
-    from transformers import AutoConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    settings = AutoConfig.from_pretrained(config.folder)
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[config.rope_type](settings, torch.device("cpu"))
-    if attention_factor != 1.0:
-        raise ValueError(f"rope type {config.rope_type!r} with attention factor {attention_factor} is not supported")
-    return frequencies.to(cpu_platform.device())

@@ -16,8 +16,9 @@ from rollstream.stages.megatron.mcore import (
     gather_from_sequence_parallel_region,
 )
 
-#: Logits that exist at a time at most, in numbers of this rank's part of the vocabulary.
-MAX_LOGITS = 1 << 27
+#: Logits that exist at a time at most, in numbers of this rank's part of the vocabulary, by the kind of device: a CPU
+#: makes passes over them in float32.
+MAX_LOGITS = {"cpu": 1 << 27, "cuda": 1 << 29}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,8 @@ class Wanted:
 class ScoringLayer(ColumnParallelLinear):
     """Megatron's output layer whose forward gives [R, 1, 2], log-probability and entropy of what is `wanted`.
 
-    Rows are taken in chunks of MAX_LOGITS logits; with gradients, a chunk's logits are made once more in the backward
-    pass. Without anything wanted it gives logits of all positions.
+    Rows are taken in chunks of at most MAX_LOGITS logits; with gradients, a chunk's logits are made once more in the
+    backward pass. Without anything wanted it gives logits of all positions.
     """
 
     wanted: Wanted | None
@@ -61,7 +62,7 @@ class ScoringLayer(ColumnParallelLinear):
         if wanted is None:
             return super().forward(hidden, weight)[0], None
         hidden = hidden.index_select(0, wanted.rows)
-        size = max(1, MAX_LOGITS // self.output_size_per_partition)
+        size = max(1, MAX_LOGITS[hidden.device.type] // self.output_size_per_partition)
         if len(hidden) <= size:
             return self._score(hidden, wanted.labels, weight, wanted), None
         parts = [

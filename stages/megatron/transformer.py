@@ -48,9 +48,10 @@ def transformer_config(config: HFConfig, settings: MegatronConfig) -> Transforme
         # The random start is overwritten, but building it marks which parameters are split between ranks: without
         # the marks gradient norms are wrong.
         "perform_initialization": True,
-        # Fused kernels need packages that we do without.
+        # Torch's compiler fuses the gated unit; experts come in too many sizes for it. Megatron's other fused kernels
+        # need packages that we do without.
+        "bias_activation_fusion": torch.cuda.is_available() and config.experts is None,
         "gradient_accumulation_fusion": False,
-        "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,

@@ -16,8 +16,8 @@ from rollstream.stages.rollout.engine import Request, Sample, Sampling, generate
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 
 PROMPTS = {"a": [5, 6, 7, 8, 9, 10], "b": [20], "c": [11, 3, 40], "d": [2] * 40}
-#: Of bfloat16, mean absolute differences to float32.
-NEAR = 0.02
+#: Of logits in bfloat16: mean absolute difference of log-probabilities to float32, at temperature 1.
+NEAR = 0.025
 
 
 def make_engine(folder: str, **args: Any) -> Any:
@@ -89,7 +89,7 @@ def test_logprobs_are_near_a_full_pass_in_float32(engine: Any, folders: dict[str
     drawn = dict(generate(engine, given, timeout_s=120))
     found = [gaps(folders["a"], PROMPTS[g], s, temperature) for g, group in drawn.items() for s in group]
     print("mean", np.concatenate(found).mean(), "max", np.concatenate(found).max())  # noqa: T201
-    assert np.concatenate(found).mean() <= NEAR
+    assert np.concatenate(found).mean() <= NEAR / temperature
 
 
 @pytest.mark.parametrize("updates", ["between", "resume", "recompute", "keep"])

@@ -107,36 +107,33 @@ def meaning_of_varlen(
     """What torch documents of its kernel, which runs on CUDA only."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert options["window_size"] == (-1, 0)
-    assert query.shape[1] == key.shape[1] or options["enable_gqa"]
+    assert query.shape[1] == key.shape[1] or options.get("enable_gqa", True)
     lengths = cu_seq_q.diff().tolist()
     assert max_q == max_k == max(lengths)
     return plain(query, key, value, lengths, options["scale"]).reshape(query.shape).float()
 
 
-@pytest.mark.parametrize("shares_heads", [True, False])
-def test_one_kernel_for_the_pack_is_told_the_same(monkeypatch: pytest.MonkeyPatch, shares_heads: bool) -> None:
+@pytest.mark.parametrize("names_groups", [True, False])
+def test_one_kernel_for_the_pack_is_told_the_same(monkeypatch: pytest.MonkeyPatch, names_groups: bool) -> None:
     lengths = [5, 3, 3, 1]
     inputs = tensors(lengths, HEADS["4 of 2"])
     bounds = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
-    options = {} if shares_heads else {"enable_gqa": False}
     told: dict[str, Any] = {}
 
     def kernel(*args: Any, **given: Any) -> Tensor:
         told.update(given)
-        return meaning_of_varlen(*args, **{**options, **given})
+        return meaning_of_varlen(*args, **given)
 
-    monkeypatch.setattr(layers, "_varlen", lambda: (kernel, shares_heads))
+    monkeypatch.setattr(layers, "_varlen", lambda: (kernel, names_groups))
     out = attend_at_once(*inputs, bounds, max(lengths), 0.3)
     torch.testing.assert_close(out, attend_by_runs(*inputs, lengths, 0.3), atol=1e-5, rtol=0)
-    assert ("enable_gqa" in told) == shares_heads
+    assert ("enable_gqa" in told) == names_groups
 
 
 def test_torch_has_the_kernel_that_we_call() -> None:
-    kernel, shares_heads = layers._varlen()
+    kernel, names_groups = layers._varlen()
     query, key, value = (x.detach() for x in tensors([4], HEADS["4 of 2"]))
-    if not shares_heads:
-        key, value = repeat_heads(key, 4), repeat_heads(value, 4)
-    options = {"enable_gqa": True} if shares_heads else {}
+    options = {"enable_gqa": True} if names_groups else {}
     bounds = torch.tensor([0, 4], dtype=torch.int32)
     query, key, value, bounds = (x.to("meta") for x in (query, key, value, bounds))
     out = kernel(query, key, value, bounds, bounds, 4, 4, scale=0.3, window_size=(-1, 0), **options)

@@ -22,7 +22,6 @@ from rollstream.stages.megatron.mcore import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     GPTModel,
-    PackedSeqParams,
     TransformerBlockSubmodules,
     TransformerConfig,
     finalize_model_grads,
@@ -33,6 +32,7 @@ from rollstream.stages.megatron.mcore import (
 )
 from rollstream.stages.megatron.moe import spec_with_experts
 from rollstream.stages.megatron.moe_settings import Moe
+from rollstream.stages.megatron.rotary import Pack, cos_sin
 from rollstream.stages.megatron.router import routers_of, run_with, take_metrics
 from rollstream.stages.megatron.router_context import pack_context
 
@@ -98,7 +98,7 @@ def build(layout: Layout, **more: Any) -> GPTModel:
     model = GPTModel(
         config,
         TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm),  # type: ignore[arg-type]
-        **{"vocab_size": VOCAB, "max_sequence_length": 64, "position_embedding_type": "rope"},
+        **{"vocab_size": VOCAB, "max_sequence_length": 64, "position_embedding_type": "none"},
         pre_process=state.is_pipeline_first_stage(),
         post_process=state.is_pipeline_last_stage(),
     )
@@ -147,9 +147,11 @@ def pack(sequences: Sequence[int], num_filler: int) -> tuple[Any, ...]:
     sizes = [*(LENGTHS[i] for i in sequences), *([num_filler] if num_filler else [])]
     ids = torch.cat([*(TOKENS[i] for i in sequences), torch.full((num_filler,), 7)])
     bounds = torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32)
-    packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=max(sizes), max_seqlen_kv=max(sizes))
+    positions = torch.cat([torch.arange(n) for n in sizes])
+    rotary = cos_sin(positions, torch.ones(HIDDEN // 4 // 2))
+    packed = Pack("thd", bounds, bounds, max_seqlen_q=max(sizes), max_seqlen_kv=max(sizes), rotary=rotary)
     gradients = torch.cat([*(GRADIENTS[i] for i in sequences), torch.zeros(num_filler, VOCAB)])
-    return ids[None], torch.cat([torch.arange(n) for n in sizes])[None], packed, gradients / sum(LENGTHS)
+    return ids[None], positions[None], packed, gradients / sum(LENGTHS)
 
 
 def batch(step: Step, sequences: Sequence[int], factor: float) -> tuple[Any, ...]:

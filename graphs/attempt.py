@@ -68,7 +68,7 @@ class Attempt:
         self.crew.set_up()
         if checkpoint is not None:
             self.crew.load(checkpoint)
-        self.crew.publish(version)
+        self.publish(version, step)
         self.evaluations.begin(step, version)
         self.evaluations.look()
         self.flow.admit(below)
@@ -82,7 +82,7 @@ class Attempt:
         self._supervisor.look(version)
         if self._supervisor.must_publish and update_is_free:
             self.crew.rest()
-            self.publish(version)
+            self._publish(version, arrays=True)  # an evaluation may wait for them
             self.crew.wake()
         if update_is_free:
             self.evaluations.look()
@@ -93,9 +93,12 @@ class Attempt:
         for edge in self.crew.edges.values():
             self._on_edge(ask(edge.stats.remote, "an edge", timeout_s=EDGE_S))
 
-    def publish(self, version: int) -> None:
-        """Sends the update stage's weights to the store."""
-        self.crew.publish(version)
+    def publish(self, version: int, step: int) -> None:
+        """Sends the weights that `step` made to the store."""
+        self._publish(version, arrays=self.evaluations.are_due(step))
+
+    def _publish(self, version: int, *, arrays: bool) -> None:
+        self.crew.publish(version, arrays=arrays)
         self._supervisor.must_publish = False
 
     def trained(self, orders: Sequence[int]) -> None:

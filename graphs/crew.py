@@ -73,6 +73,7 @@ class Crew:
     edges: dict[str, Any]  # producer -> edge
     store: Any
     turns: Turns = field(default_factory=Turns)
+    weights_stay: bool = False  # known once all are set up
 
     @classmethod
     def start(cls, graph: Graph, plan: Plan, placement: Placement, edges: Sequence[EdgeSettings]) -> Crew:
@@ -106,6 +107,16 @@ class Crew:
         self._load(at)
         calls = [call for name, number in replicas for call in self._connect(name, number)]
         get_all(calls, "the stages' connection", timeout_s=PLACE_S)
+        self.weights_stay = self._weights_stay()
+
+    def _weights_stay(self) -> bool:
+        """Whether all that sample can read the update stage's weights where they are."""
+        update, rollout = self.graph.update, self.graph.rollout
+        if rollout is None or not (update.shares_weights and rollout.reads_shared_weights):
+            return False
+        hosts = [self.updaters[0], *self._engines()]
+        places = get_all([host.whereabouts.remote() for host in hosts], "the stages' places", timeout_s=PLACE_S)
+        return len(places[0][1]) <= 1 and len(set(places)) == 1
 
     def _load(self, addresses: Mapping[tuple[str, int], tuple[str, int]]) -> None:
         calls = [
@@ -171,10 +182,11 @@ class Crew:
         """All ranks of the update stage."""
         return self.hosts[self.graph.update.name][0]
 
-    def publish(self, version: int) -> None:
-        """Sends the update stage's weights to the store."""
+    def publish(self, version: int, *, arrays: bool) -> None:
+        """Sends the update stage's weights to the store; as arrays where these are asked for, or the only way."""
         if self.graph.weights is not None:
-            self._collective("publish", self.store, version)
+            stay = self.weights_stay
+            self._collective("publish", self.store, version, shared=stay, arrays=arrays or not stay)
 
     def begin_save(self, folder: Path) -> list[Any]:
         """Returns once the update stage can go on: the calls, one of each rank, that end when `folder` is written."""
@@ -195,8 +207,8 @@ class Crew:
             actors.end(actor)
         remove_placement_group(self.group)
 
-    def _collective(self, method: str, *args: Any) -> None:
-        calls = [getattr(rank, method).remote(*args) for rank in self.updaters]
+    def _collective(self, method: str, *args: Any, **settings: Any) -> None:
+        calls = [getattr(rank, method).remote(*args, **settings) for rank in self.updaters]
         get_all(calls, f"{method} of {self.graph.update.name}", timeout_s=COLLECTIVE_S)
 
 

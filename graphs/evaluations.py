@@ -58,6 +58,9 @@ class Evaluations:
         self._store, self._max_restarts = store, max_restarts
         self._done, self._tell = done, tell
 
+    def are_due(self, step: int) -> bool:
+        return any(line.evaluation.is_due(step) for line in self._lines)
+
     def begin(self, step: int, version: int) -> None:
         """After each step: takes the weights of `version`, which the store has, for those that are due."""
         due = [line for line in self._lines if line.evaluation.is_due(step)]

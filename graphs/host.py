@@ -78,6 +78,11 @@ class StageHost:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
+    def whereabouts(self) -> tuple[str, tuple[str, ...]]:
+        """This process's node and GPUs."""
+        context = ray.get_runtime_context()
+        return context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", ()))
+
     @ray.method(concurrency_group="control")
     def is_set_up(self) -> bool:
         """False in a process that is new."""
@@ -275,14 +280,15 @@ class StageHost:
     def _share(self, step: int) -> Future[list[pa.RecordBatch]]:
         return self._shares.setdefault(step, Future())
 
-    def publish(self, store: Any, version: int) -> None:
-        """Sends the weights to the store as `version`; collective, rank 0 puts them out."""
+    def publish(self, store: Any, version: int, *, shared: bool, arrays: bool) -> None:
+        """Sends the weights to the store as `version`, in one way or both; collective, rank 0 puts them out."""
         stage = self._updater
 
         def send() -> None:
-            buckets = [ray.put(bucket) for bucket in bucketed(stage.weights())]
+            kept = stage.share_weights(version) if shared else None
+            buckets = [ray.put(bucket) for bucket in bucketed(stage.weights())] if arrays else []
             if self._world.rank == 0:
-                ask(lambda: store.publish.remote(version, buckets), "the weight store", timeout_s=CALL_S)
+                ask(lambda: store.publish.remote(version, buckets, kept), "the weight store", timeout_s=CALL_S)
 
         self._work(f"weights {version}", send)
         self._work("rest", stage.rest)

@@ -238,6 +238,17 @@ class RolloutLoop:
                 time.sleep(AGAIN_S)
 
     def _load(self, newest: Published) -> None:
-        buckets = get_all(newest.buckets, f"weights of version {newest.version}", timeout_s=CALL_S)
-        self._stage.load_weights(newest.version, (pair for bucket in buckets for pair in bucket))
+        while newest.shared is not None and not self._stage.load_shared_weights(newest.shared):
+            newest = self._newer_than(newest.version)
+        if newest.shared is None:
+            buckets = get_all(newest.buckets, f"weights of version {newest.version}", timeout_s=CALL_S)
+            self._stage.load_weights(newest.version, (pair for bucket in buckets for pair in bucket))
         self._version = newest.version
+
+    def _newer_than(self, version: int) -> Published:
+        """What took the place of these weights, once it is whole."""
+        found = ask(lambda: self._store.latest.remote(version, timeout_s=CALL_S), "the weight store", timeout_s=CALL_S)
+        if found is None:
+            raise StalledError(f"weights of version {version} are gone, and no newer ones came in {CALL_S:g} s")
+        self._newest = found
+        return found

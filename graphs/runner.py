@@ -272,7 +272,7 @@ class _Run:
         staleness = tuple(self.version - g.version if self.graph.weights else 0 for g in groups)
         self.log.trained(self.step + 1, groups, staleness)
         self.version += 1
-        self.attempt.publish(self.version)
+        self.attempt.publish(self.version, self.step + 1)
         self.step += 1
         self.busy = False
         orders = [g.order for g in groups]

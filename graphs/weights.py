@@ -2,8 +2,10 @@
 
     ActorUpdate.weights() --publish(version, buckets)--> WeightStore --latest()--> Rollout
 
-Weights travel as buckets of tensors in the object store, put there by the update stage's rank 0; only the newest
-version is kept. A rollout host takes the newest before it begins a group; rollout_loop.py says when else.
+Where all rollout processes have the update stage's one GPU, or without GPUs its machine, the weights stay there, in a
+buffer that they read (shared_weights.py). Else, and for evaluations, they travel as buckets of tensors in the object
+store, put there by the update stage's rank 0. Only the newest version is kept. A rollout host takes the newest before
+it begins a group; rollout_loop.py says when else.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from rollstream.graphs import actors
 from rollstream.stages.base import Stream
 from rollstream.stages.errors import ConfigError, WiringError
 from rollstream.stages.schema import Rollouts, Trained
+from rollstream.stages.shared_weights import SharedWeights
 
 BUCKET_BYTES = 64 * 1024 * 1024
 
@@ -57,10 +60,12 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """One version of the weights: ObjectRefs of lists of (name, array)."""
+    """One version of the weights: ObjectRefs of lists of (name, array); and where readers on the update stage's machine
+    and GPU find them, or that alone, where nobody needs arrays."""
 
     version: int
-    buckets: tuple[Any, ...]
+    buckets: tuple[Any, ...] = ()
+    shared: SharedWeights | None = None
 
 
 class WeightStore:
@@ -74,11 +79,11 @@ class WeightStore:
         """Never answers: its error is how the runner learns of this actor's death."""
         await asyncio.Event().wait()
 
-    async def publish(self, version: int, buckets: Sequence[Any]) -> None:
+    async def publish(self, version: int, buckets: Sequence[Any], shared: SharedWeights | None) -> None:
         if self._newest is not None:
             assert version >= self._newest.version, f"version {version} after {self._newest.version}"
         async with self._published:
-            self._newest = Published(version=version, buckets=tuple(buckets))
+            self._newest = Published(version=version, buckets=tuple(buckets), shared=shared)
             self._published.notify_all()
 
     async def latest(self, than: int = -1, *, timeout_s: float = math.inf) -> Published | None:

@@ -36,6 +36,7 @@ import pyarrow as pa
 from rollstream.stages.errors import ConfigError, StalledError, WiringError
 from rollstream.stages.memory import Memory
 from rollstream.stages.schema import Schema, join_columns, validate
+from rollstream.stages.shared_weights import SharedWeights
 
 S_co = TypeVar("S_co", bound=Schema, covariant=True)
 In = TypeVar("In", bound=Schema)
@@ -279,6 +280,16 @@ class RolloutStage(Stage[In, Out]):
     def load_weights(self, version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
         """Takes the weights of `version` in Hugging Face names; all that is sampled from then on comes of them."""
 
+    @property
+    def reads_shared_weights(self) -> bool:
+        """Whether it has `load_shared_weights`."""
+        return False
+
+    def load_shared_weights(self, weights: SharedWeights) -> bool:
+        """As `load_weights`, from memory that the update stage fills. False where other weights took their place
+        meanwhile: then newer ones must be loaded before anything is sampled."""
+        raise NotImplementedError(f"{self.name} does not read shared weights")
+
     def rest(self) -> None:
         """Nothing is under way: others may have the device until new weights come. May be called in another thread,
         never while another method is at work."""
@@ -343,6 +354,16 @@ class UpdateStage(Stage[In, Out]):
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         """Current weights in Hugging Face names, a tensor at a time; collective, put out on rank 0 only."""
+
+    def share_weights(self, version: int) -> SharedWeights | None:
+        """Current weights as `version`, in memory that others on this machine and GPU can read, until the next call;
+        collective, put out on rank 0 only. A stage without such memory need not have it: `shares_weights`."""
+        raise NotImplementedError(f"{self.name} does not share its weights")
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether it has `share_weights`."""
+        return False
 
     def rest(self) -> None:
         """Called when its weights are out: until the next call, other stages may have the device."""

@@ -22,6 +22,7 @@ from rollstream.stages.megatron.settings import RECOMPUTE, MegatronConfig, share
 from rollstream.stages.memory import Memory
 from rollstream.stages.names import known_names
 from rollstream.stages.schema import Advantaged, Trained, WithRef
+from rollstream.stages.shared_weights import SharedWeights
 
 if TYPE_CHECKING:
     from rollstream.stages.megatron.session import ActorSession
@@ -179,6 +180,14 @@ class ActorUpdate(UpdateStage[Advantaged, Trained]):
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         """As float32, which holds every bfloat16 value exactly."""
         return self.session.weights()
+
+    @property
+    def shares_weights(self) -> bool:
+        return True
+
+    def share_weights(self, version: int) -> SharedWeights | None:
+        """In the dtype of the model; the buffer is on rank 0's GPU, or without one in the machine's shared memory."""
+        return self.session.share_weights(version)
 
     def rest(self) -> None:
         self.session.rest()

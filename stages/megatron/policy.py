@@ -92,6 +92,11 @@ class Policy:
         """All weights in Hugging Face form, as `weights.Gatherer.tensors`."""
         return self._gatherer.tensors()
 
+    def host_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Copies of them on the host."""
+        for name, tensor in self.tensors():
+            yield name, tensor.to("cpu", copy=True)
+
 
 def _keep_logprobs(scores: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     return scores.new_zeros(()), scores[:, 0]

@@ -13,10 +13,12 @@ from rollstream.stages.base import Metric, World
 from rollstream.stages.megatron import checkpoint, export, lora, parallel
 from rollstream.stages.megatron.batch import read_samples
 from rollstream.stages.megatron.checkpoint_writer import CheckpointWriter
-from rollstream.stages.megatron.cpu_platform import on_platform
+from rollstream.stages.megatron.cpu_platform import device, on_platform
 from rollstream.stages.megatron.policy import Policy
 from rollstream.stages.megatron.policy_update import PolicyUpdate
 from rollstream.stages.megatron.trainer import Trainer
+from rollstream.stages.shared_weights import SharedWeights
+from rollstream.stages.weight_buffer import WeightBuffer
 
 if TYPE_CHECKING:
     from rollstream.stages.actor import ActorUpdate
@@ -64,6 +66,7 @@ class ActorSession:
         self._trainer = Trainer(self._policy, config)
         self._update = PolicyUpdate(self._trainer, config, has_ref=has_ref)
         self._writer = CheckpointWriter()
+        self._buffer = WeightBuffer(self._policy.tensors, device(), is_first=parallel.is_first())
 
     @on_platform()
     def update(self, groups: Sequence[pa.RecordBatch]) -> dict[str, Metric]:
@@ -78,8 +81,14 @@ class ActorSession:
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         """Collective over the world; rank 0 gets them."""
         self._trainer.offload.bring()
-        for name, tensor in self._policy.tensors():
+        for name, tensor in self._policy.host_tensors():
             yield name, tensor.float().numpy()
+
+    @on_platform()
+    def share_weights(self, version: int) -> SharedWeights | None:
+        """Collective over the world; rank 0 gets them."""
+        self._trainer.offload.bring()
+        return self._buffer.put(version)
 
     @on_platform()
     def save(self, folder: Path) -> None:
@@ -103,7 +112,7 @@ class ActorSession:
     def export(self, folder: Path) -> None:
         """Adapters, where they are trained, are in the weights, and in the folder `adapter` by themselves."""
         self._trainer.offload.bring()
-        tensors = self._policy.tensors()
+        tensors = self._policy.host_tensors()
         if parallel.is_first():
             export.write(folder, tensors, self._policy.config)
         else:
@@ -117,4 +126,5 @@ class ActorSession:
         try:
             self._writer.close()
         finally:
+            self._buffer.close()
             parallel.destroy()

@@ -73,7 +73,8 @@ class Gatherer:
         self._routes: list[tuple[rules.Rule, list[tuple[int, _Piece]]]] | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor on the host) of every weight, adapters merged in, in the dtype of the model.
+        """(Hugging Face name, tensor on this rank's device) of every weight, adapters merged in, in the dtype of the
+        model; may be the weight itself, which the next optimizer step changes.
 
         All ranks must iterate in step; rank 0 alone gets tensors. A tied output layer is not put out, nor is the
         vocabulary's padding.
@@ -81,7 +82,7 @@ class Gatherer:
         for rule, pieces in self._agreed():
             with cpu_platform.on_platform():  # not around the yield: the caller is not on the platform
                 parts = self._gather(pieces)
-                tensors = [_host_copy(t) for t in rules.split(rule.kind, parts, self._config)] if parts else []
+                tensors = [t.contiguous() for t in rules.split(rule.kind, parts, self._config)] if parts else []
             yield from zip(rule.names, tensors, strict=False)
 
     def _agreed(self) -> list[tuple[rules.Rule, list[tuple[int, _Piece]]]]:
@@ -137,8 +138,3 @@ class Gatherer:
     def _own(self, piece: _Piece) -> Tensor:
         chunk = self._chunks[piece.chunk]
         return lora.merged(chunk, piece.local_name, chunk.get_parameter(piece.local_name).detach()).contiguous()
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    """A copy that owns its memory: the next optimizer step must not change what was put out."""
-    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)

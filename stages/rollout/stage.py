@@ -27,6 +27,7 @@ from rollstream.stages.rollout.model_limits import ModelLimits
 from rollstream.stages.rollout.rows import rollout_rows
 from rollstream.stages.rollout.vllm_settings import WEIGHT_UPDATES
 from rollstream.stages.schema import Prompted, Rollouts
+from rollstream.stages.shared_weights import SharedWeights
 
 
 class Rollout(RolloutStage[Prompted, Rollouts]):
@@ -242,6 +243,18 @@ class Rollout(RolloutStage[Prompted, Rollouts]):
         self.engine.load_weights(version, tensors)
         if self._episodes is not None:
             self._episodes.version = version
+
+    @property
+    def reads_shared_weights(self) -> bool:
+        return self.config.engine == "vllm" and not self.config.check_weights
+
+    def load_shared_weights(self, weights: SharedWeights) -> bool:
+        engine: Any = self.engine
+        if not engine.load_shared_weights(weights):
+            return False
+        if self._episodes is not None:
+            self._episodes.version = weights.version
+        return True
 
     def submit(self, group: pa.RecordBatch) -> None:
         group_id = group.column("group_id")[0].as_py()

@@ -3,6 +3,7 @@
     submit        a task for each sample, in a thread with an event loop; vLLM batches them as it goes
     finished      groups of samples, as each group ends
     load_weights  pause -> files in shared memory, read by vLLM's workers -> the new version counts -> resume
+    load_shared_weights    the same, of what the update stage has laid out for readers
     watched       a core that ends, or does not answer in time, is EngineDied for everybody who waits
 
 The prompt of a group is computed once: its samples share it in vLLM's prefix cache.
@@ -11,10 +12,11 @@ The prompt of a group is computed once: its samples share it in vLLM's prefix ca
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import queue
 import shutil
 import threading
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -28,7 +30,9 @@ from rollstream.stages.rollout.engine import Request, Sample, Sampling
 from rollstream.stages.rollout.folder_tensors import FolderTensors
 from rollstream.stages.rollout.model_limits import ModelLimits
 from rollstream.stages.rollout.vllm_plugin import BACKEND
-from rollstream.stages.rollout.weight_files import checksums, files_of, make_folder
+from rollstream.stages.rollout.weight_files import checksums, files_of
+from rollstream.stages.shared_folder import make_folder
+from rollstream.stages.shared_weights import SharedWeights
 
 T = TypeVar("T")
 #: What vLLM needs to load a model, or to take weights in.
@@ -107,7 +111,12 @@ class VllmEngine:
         arrived = list(tensors)
         if faults := self._tensors.faults(arrived):
             raise StageError(self._stage, f"weights of version {version}", "\n".join(faults))
-        self._wait(self._load(version, arrived), LOAD_S)
+        self._wait(self._load(version, lambda: self._send(arrived)), LOAD_S)
+
+    def load_shared_weights(self, weights: SharedWeights) -> bool:
+        """See `RolloutStage.load_shared_weights`. Where the weights are gone nothing is sampled until others are
+        loaded."""
+        return self._wait(self._load(weights.version, lambda: self._point_to(weights), weights.are_there), LOAD_S)
 
     def rest(self) -> None:
         """Gives the device's memory back until new weights come; those that it has are gone. Nothing may be under way.
@@ -169,9 +178,11 @@ class VllmEngine:
             await self._alive(self._engine.sleep(level=2))
             self._asleep = True
 
-    async def _load(self, version: int, tensors: Sequence[tuple[str, np.ndarray]]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
+    async def _load(
+        self, version: int, update: Callable[[], Coroutine[Any, Any, None]], is_whole: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Takes new weights, which `update` brings to the workers. False, and paused still, where they turn out not to
+        be whole."""
         engine = self._engine
         self._open.clear()
         try:
@@ -181,20 +192,35 @@ class VllmEngine:
             mode = {"resume": "abort"}.get(self.updates, "keep")
             await self._alive(engine.pause_generation(mode=mode, clear_cache=self.updates != "keep"))
             await self._alive(engine.start_weight_update())
-            sums = checksums(tensors) if self._check_weights else {}
-            files = iter(files_of(tensors, self._folder))
-            while (path := await asyncio.to_thread(next, files, None)) is not None:
-                update = WeightTransferUpdateRequest(update_info={"path": str(path), "checksums": sums})
-                await self._alive(engine.update_weights(update))
-                path.unlink()
+            await update()
             await self._alive(engine.finish_weight_update())
+            if not is_whole():
+                return False
             self.version = version  # all that was sampled before has been taken in: it came by the same way
             await self._alive(engine.resume_generation())
         except BaseException as error:
             self._die(f"it took the weights of version {version} in part only: {error}")
-            raise
-        finally:
             self._open.set()
+            raise
+        self._open.set()
+        return True
+
+    async def _send(self, tensors: Sequence[tuple[str, np.ndarray]]) -> None:
+        """By way of files."""
+        sums = checksums(tensors) if self._check_weights else {}
+        files = iter(files_of(tensors, self._folder))
+        while (path := await asyncio.to_thread(next, files, None)) is not None:
+            await self._tell_workers({"path": str(path), "checksums": sums})
+            path.unlink()
+
+    async def _point_to(self, weights: SharedWeights) -> None:
+        if weights.are_there():
+            await self._tell_workers({"shared": dataclasses.asdict(weights)})
+
+    async def _tell_workers(self, update: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._alive(self._engine.update_weights(WeightTransferUpdateRequest(update_info=update)))
 
     async def _watch(self) -> None:
         """Asks the core whether it is there, while anybody waits for it."""

@@ -1,11 +1,12 @@
-"""Weights for vLLM's workers by way of files in shared memory. Runs in vLLM's own processes.
+"""Weights for vLLM's workers by way of shared memory. Runs in vLLM's own processes.
 
     start_weight_update    the model's layers are opened for new weights
-    update_weights         one file of tensors in Hugging Face names: checked, read by each worker, its shard kept
+    update_weights         one file of tensors in Hugging Face names, checked, or the update stage's own buffer, in a
+                           file or on the worker's GPU (CUDA IPC): read by each worker, its shard kept
     finish_weight_update   the layers are closed: repacked as the kernels want them
 
-Works wherever the workers see the sender's shared memory: on a CPU, where vLLM's own transfers (CUDA IPC, NCCL) do not
-run, and for engines that start late.
+vLLM's own transfers (CUDA IPC, NCCL) need a sender that waits for the workers, and a GPU. These serve engines that
+start late, senders that go on or end, and a CPU.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rollstream.stages.shared_weights import BUFFER
 
 
 @dataclass
@@ -31,10 +35,12 @@ class Init(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """A safetensors file, and the CRC-32 of some tensors, in this file or another, by name."""
+    """A safetensors file, and the CRC-32 of some tensors, in this file or another, by name; or SharedWeights as a
+    dictionary."""
 
-    path: str
+    path: str = ""
     checksums: dict[str, int] = field(default_factory=lambda: {})
+    shared: dict[str, Any] | None = None
 
 
 class SharedMemoryTransfer(WeightTransferEngine[Init, Update]):
@@ -42,6 +48,7 @@ class SharedMemoryTransfer(WeightTransferEngine[Init, Update]):
 
     init_info_cls = Init
     update_info_cls = Update
+    _opened: tuple[Any, torch.Tensor] | None = None  # a buffer of the update stage, which stays the same while it lives
 
     def init_transfer_engine(self, init_info: Init) -> None: ...
 
@@ -56,11 +63,30 @@ class SharedMemoryTransfer(WeightTransferEngine[Init, Update]):
             torch.cuda.synchronize(self.device)  # the file goes away when this returns
 
     def receive_weights(self, update_info: Update) -> None:
+        model: Any = self.model
+        if update_info.shared is not None:
+            buffer, shared = self._open(update_info.shared), update_info.shared
+            with torch.inference_mode():
+                model.load_weights((place["name"], _part(buffer, place)) for place in shared["tensors"])
+            return
         with torch.inference_mode(), safe_open(update_info.path, "pt") as file:
             for name in update_info.checksums.keys() & set(file.keys()):
                 check(name, file.get_tensor(name), update_info.checksums[name])
-            model: Any = self.model
             model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+
+    def _open(self, shared: dict[str, Any]) -> torch.Tensor:
+        """The buffer, as bytes."""
+        if self._opened is None or self._opened[0] != shared["folder"]:
+            self._opened = None
+            size, handle = shared["num_bytes"], shared["handle"]
+            if handle is None:
+                path = f"{shared['folder']}/{BUFFER}"
+                buffer = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            else:
+                as_bytes = (torch.Tensor, (size,), (1,), 0, torch.UntypedStorage, torch.uint8)
+                buffer = rebuild_cuda_tensor(*as_bytes, self.device.index, *handle)
+            self._opened = shared["folder"], buffer
+        return self._opened[1]
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -76,6 +102,11 @@ class SharedMemoryTransfer(WeightTransferEngine[Init, Update]):
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:
         """vLLM 0.26 asks that it is there. Nobody calls it: the stage itself sends."""
+
+
+def _part(buffer: torch.Tensor, place: dict[str, Any]) -> torch.Tensor:
+    part = buffer[place["start"] : place["start"] + place["num_bytes"]]
+    return part.view(getattr(torch, place["dtype"])).view(place["shape"])
 
 
 def check(name: str, tensor: torch.Tensor, sent: int) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,20 +10,8 @@ import numpy as np
 
 #: Of the tensors in one file.
 FILE_BYTES = 256 * 1024 * 1024
-SHARED_MEMORY = "/dev/shm"
 #: Tensors of one version whose bytes are checked.
 NUM_CHECKED = 16
-
-
-def make_folder(parent: str | None = None) -> Path:
-    """A new folder in shared memory, or among temporary files where there is none. Folders that processes left which
-    were killed are removed: each has the id of its process in its name."""
-    chosen = parent or (SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else tempfile.gettempdir())
-    for left in Path(chosen).glob("rollstream-*-*"):
-        pid = left.name.split("-")[1]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
-            shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"rollstream-{os.getpid()}-", dir=chosen))
 
 
 def files_of(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> Iterable[Path]:

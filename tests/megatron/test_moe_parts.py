@@ -145,13 +145,13 @@ def parameters(model: GPTModel, layout: Layout) -> Iterator[tuple[str, Any, torc
 def pack(sequences: Sequence[int], num_filler: int) -> tuple[Any, ...]:
     """(ids, positions, packed parameters, gradients) of these sequences with filler behind them."""
     sizes = [*(LENGTHS[i] for i in sequences), *([num_filler] if num_filler else [])]
-    ids = torch.cat([*(TOKENS[i] for i in sequences), torch.full((num_filler,), 7)])
+    ids = torch.cat([*(TOKENS[i] for i in sequences), torch.full((num_filler,), 7)])[None]
     bounds = torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32)
     positions = torch.cat([torch.arange(n) for n in sizes])
-    rotary = cos_sin(positions, torch.ones(HIDDEN // 4 // 2))
+    rotary = cos_sin(positions, torch.ones(HIDDEN // 8))
     packed = Pack("thd", bounds, bounds, max_seqlen_q=max(sizes), max_seqlen_kv=max(sizes), rotary=rotary)
     gradients = torch.cat([*(GRADIENTS[i] for i in sequences), torch.zeros(num_filler, VOCAB)])
-    return ids[None], positions[None], packed, gradients / sum(LENGTHS)
+    return ids, positions[None], packed, gradients / sum(LENGTHS)
 
 
 def batch(step: Step, sequences: Sequence[int], factor: float) -> tuple[Any, ...]:

@@ -169,3 +169,21 @@ def test_an_old_answer_of_the_weight_store_does_not_hide_newer_weights(scene, mo
     loop.begin()
     assert loads == [6]
     assert loop._flying["g1"].item.version == 6
+
+
+def test_weights_that_are_gone_when_they_are_read_are_followed_by_newer_ones(scene, monkeypatch):
+    loop, reads = loop_of(scene, continuous=True), []
+    shared: Any = {version: SimpleNamespace(version=version) for version in (5, 6)}
+    asked: list[tuple[Any, ...]] = []
+    store: Any = SimpleNamespace(latest=SimpleNamespace(remote=lambda *args, **_: asked.append(args)))
+    loop._store = store
+    monkeypatch.setattr(loop, "_latest", lambda: Published(version=5, shared=shared[5]))
+    monkeypatch.setattr(rollout_loop, "ask", lambda call, *_, **__: call() or Published(version=6, shared=shared[6]))
+    loop._stage.load_shared_weights = lambda weights: reads.append(weights.version) or weights.version == 6
+    scene.leases = [[item(0, "g0")]]
+    loop.attach("a")
+    monkeypatch.setattr(loop, "_waiting", [item(0, "g0")])
+    loop._newest = loop._latest()
+    loop.begin()
+    assert (reads, asked) == ([5, 6], [(5,)])
+    assert loop._flying["g0"].item.version == 6

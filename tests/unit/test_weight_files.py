@@ -8,7 +8,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from rollstream.stages.rollout import weight_files
-from rollstream.stages.rollout.weight_files import files_of, make_folder
+from rollstream.stages.rollout.weight_files import files_of
+from rollstream.stages.shared_folder import make_folder
 
 
 def test_files_hold_all_tensors_in_order_and_no_more_than_they_may(tmp_path, monkeypatch):

@@ -1,0 +1,87 @@
+"""The update stage's side of shared weights: its first rank's buffer, and how the weights come into it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from rollstream.stages.shared_folder import make_folder
+from rollstream.stages.shared_weights import BUFFER, NONE, SharedTensor, SharedWeights, write_stamp
+
+#: Each tensor begins at a multiple of so many bytes.
+ALIGNMENT = 256
+
+
+class WeightBuffer:
+    """Holds the newest version, on `device`. `tensors` gives (Hugging Face name, tensor) of all weights, collectively,
+    on the first rank only; their order and shapes must not change."""
+
+    def __init__(
+        self, tensors: Callable[[], Iterator[tuple[str, Tensor]]], device: torch.device, *, is_first: bool = True
+    ):
+        self._tensors, self._device, self._is_first = tensors, device, is_first
+        self._folder: Path | None = None
+        self._buffer: Tensor | None = None
+        self._layout: tuple[SharedTensor, ...] = ()
+        self._handle: tuple[object, ...] | None = None
+
+    def put(self, version: int) -> SharedWeights | None:
+        """Overwrites what was there; None on all ranks but the first. Collective."""
+        if self._folder is None:
+            self._lay_out()
+        if not self._is_first:
+            for _ in self._tensors():
+                pass
+            return None
+        assert self._folder is not None
+        assert self._buffer is not None
+        write_stamp(self._folder, NONE)
+        for place, (_, tensor) in zip(self._layout, self._tensors(), strict=True):
+            self._buffer[place.start : place.start + place.num_bytes].view(tensor.dtype).copy_(tensor.reshape(-1))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        write_stamp(self._folder, version)
+        return SharedWeights(
+            version=version,
+            folder=str(self._folder),
+            num_bytes=len(self._buffer),
+            tensors=self._layout,
+            handle=self._handle,
+        )
+
+    def close(self) -> None:
+        self._buffer = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _lay_out(self) -> None:
+        self._folder = make_folder()
+        layout: list[SharedTensor] = []
+        end = 0
+        for name, tensor in self._tensors():
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            end = start + tensor.nbytes
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            layout.append(SharedTensor(name, dtype, tuple(tensor.shape), start, tensor.nbytes))
+        if not self._is_first:
+            return
+        self._layout = tuple(layout)
+        if self._device.type == "cuda":
+            self._buffer = torch.empty(end, dtype=torch.uint8, device=self._device)
+            # Once: readers keep it open, and the same handle serves those that come later.
+            self._handle = tuple(reduce_tensor(self._buffer)[1][7:])
+        else:
+            self._buffer = _file_buffer(self._folder / BUFFER, end)
+
+
+def _file_buffer(path: Path, num_bytes: int) -> Tensor:
+    """Memory that is a file. Its room is taken at once: a write into a full file system would end the process."""
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+    return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)

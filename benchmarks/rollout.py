@@ -98,13 +98,12 @@ def bare(stage: Rollout) -> Way:
     llm, stop_ids = engine._engine, sorted(ModelLimits.of(config.model).eos_ids)
 
     async def sample(prompt_ids: list[int], sample_id: str) -> tuple[str, list[int]]:
-        assert config.seed is not None
         params = SamplingParams(
             temperature=config.temperature,
             max_tokens=config.max_tokens,
             stop_token_ids=stop_ids,
             ignore_eos=True,
-            seed=seed_of(config.seed, sample_id, 0),
+            seed=None if config.seed is None else seed_of(config.seed, sample_id, 0),
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,

@@ -21,7 +21,7 @@ LENGTH_SIGMA = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A Qwen2 model; its embedding is its output layer too."""
+    """A Qwen2 model; where it is tied, its embedding is its output layer too."""
 
     hidden: int
     ffn: int
@@ -29,6 +29,7 @@ class Shape:
     heads: int
     kv_heads: int
     vocab: int = VOCAB
+    tied: bool = True
 
     def write(self, folder: Path) -> Path:
         """config.json, which is all that random weights need."""
@@ -44,7 +45,7 @@ class Shape:
             "max_position_embeddings": 32768,
             "rms_norm_eps": 1e-6,
             "rope_theta": 1e6,
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": self.tied,
         }
         (folder / "config.json").write_text(json.dumps(settings))
         return folder
@@ -65,8 +66,10 @@ class Shape:
 SHAPES = {
     "tiny": Shape(hidden=256, ffn=1024, layers=4, heads=4, kv_heads=2, vocab=2048),
     "0.5b": Shape(hidden=896, ffn=4864, layers=24, heads=14, kv_heads=2),
+    "1.4b": Shape(hidden=1536, ffn=8960, layers=28, heads=12, kv_heads=2, vocab=49152),
     "1.5b": Shape(hidden=1536, ffn=8960, layers=28, heads=12, kv_heads=2),
     "3b": Shape(hidden=2048, ffn=11008, layers=36, heads=16, kv_heads=2),
+    "7b": Shape(hidden=3584, ffn=18944, layers=28, heads=28, kv_heads=4, vocab=152064, tied=False),
 }
 
 

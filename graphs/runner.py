@@ -44,7 +44,7 @@ from rollstream.graphs.resume import checkpoint_to_resume, compared
 from rollstream.graphs.saver import DEATH_S, Saver
 from rollstream.graphs.session import connected
 from rollstream.graphs.stats import Evaluated, PartMetrics, Step
-from rollstream.graphs.step_metrics import step_metrics, times
+from rollstream.graphs.step_metrics import Clock, step_metrics
 from rollstream.graphs.stop import StopFlag, step_grace_s
 from rollstream.graphs.surgery import prepared
 from rollstream.graphs.wait import get_all
@@ -196,19 +196,19 @@ class _Run:
 
     def _loop(self, keeper: Keeper, stop: StopFlag) -> Iterator[Step]:
         while self.options.steps is None or self.step < self.options.steps:
-            begun = time.monotonic()
+            clock = Clock()
             groups = self._wait_for_groups()
             if not groups:
                 if not stop.signal and self.options.steps is not None:
                     self.watch.message(f"the prompts ended after {self.step} of {self.options.steps} steps")
                 return
-            waited = time.monotonic()
+            clock.waited = time.monotonic()
             metrics = self._update(groups)
             if metrics is None:
                 self.watch.message(f"step {self.step + 1} did not end in time and is given up")
                 return
-            updated = time.monotonic()
-            step = self._commit_step(groups, metrics | times(begun, waited, updated, metrics))
+            clock.updated = time.monotonic()
+            step = self._commit_step(groups, metrics, clock)
             step = self._save_if_due(keeper, step)
             keeper.step(step, groups[0], self.attempt.crew.edges)
             self.watch.step(step)
@@ -267,12 +267,13 @@ class _Run:
             self.attempt.look(self.version, update_is_free=False)
             time.sleep(POLL_S)
 
-    def _commit_step(self, groups: Sequence[Joined], metrics: dict[str, float]) -> Step:
+    def _commit_step(self, groups: Sequence[Joined], metrics: dict[str, float], clock: Clock) -> Step:
         """The weights go out, more prompts may come, the groups are closed."""
         staleness = tuple(self.version - g.version if self.graph.weights else 0 for g in groups)
         self.log.trained(self.step + 1, groups, staleness)
         self.version += 1
         self.attempt.publish(self.version, self.step + 1)
+        metrics |= clock.metrics(metrics["step/tokens"])
         self.step += 1
         self.busy = False
         orders = [g.order for g in groups]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rollstream.graphs.joiner import Joined
 from rollstream.stages.base import Metric, Metrics
@@ -23,12 +24,22 @@ def step_metrics(ranks: Iterable[Mapping[str, Metric]], groups: Sequence[Joined]
     return sums.means() | {"step/groups": float(len(groups)), "step/tokens": sums.sums.get("actor/tokens", (0,))[0]}
 
 
-def times(begun: float, waited: float, updated: float, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a step that ends now: by time.monotonic its beginning, the end of its wait, of its update."""
-    now = time.monotonic()
-    return {
-        "time/step_s": now - begun,
-        "time/wait_s": waited - begun,
-        "time/update_s": updated - waited,
-        "time/tokens_per_s": metrics["step/tokens"] / (now - begun),
-    }
+@dataclass
+class Clock:
+    """When the parts of a step ended, by time.monotonic."""
+
+    begun: float = field(default_factory=time.monotonic)
+    waited: float = 0.0
+    updated: float = 0.0
+
+    def metrics(self, num_tokens: float) -> dict[str, float]:
+        """Seconds of a step that ends now, its weights being out: all, the wait for its groups, its update, the
+        weights."""
+        now = time.monotonic()
+        return {
+            "time/step_s": now - self.begun,
+            "time/wait_s": self.waited - self.begun,
+            "time/update_s": self.updated - self.waited,
+            "time/weights_s": now - self.updated,
+            "time/tokens_per_s": num_tokens / (now - self.begun),
+        }

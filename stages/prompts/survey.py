@@ -46,7 +46,12 @@ def survey(store: RowStore, renderer: Renderer, *, limit: int, skip_too_long: bo
                 faults.append(f"{record.label} {store.prompt!r}: {error}")
         lengths = [len(ids) for ids in renderer.ids([text for _, _, text in rendered])] if rendered else []
         for (index, record, _), length in zip(rendered, lengths, strict=True):
-            if length <= limit:
+            if not length:
+                faults.append(
+                    f"{record.label} {store.prompt!r} has text but no token: is the tokenizer in the model's folder "
+                    "the model's own?"
+                )
+            elif length <= limit:
                 kept.append(index)
                 longest = max(longest, length)
             elif skip_too_long:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rollstream.stages.rollout.engine import Request, Sample, Sampling, generate
+from rollstream.stages.weight_buffer import WeightBuffer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 
@@ -101,6 +102,33 @@ def test_an_updated_engine_says_what_a_fresh_one_says(engine: Any, folders: dict
     assert greedy(engine) == fresh
     engine.load_weights(8, weights(folders["a"]))
     assert greedy(engine) == before
+
+
+def test_weights_are_read_from_the_trainers_memory(engine: Any, folders: dict[str, str], fresh: Any):
+    engine.updates = "resume"
+    engine.load_weights(0, weights(folders["a"]))
+    before = greedy(engine)
+    held = {"folder": ""}
+    buffer = WeightBuffer(lambda: on_gpu(held["folder"]), torch.device("cuda"))
+
+    def put(folder: str, version: int) -> Any:
+        held["folder"] = folder
+        return buffer.put(version)
+
+    first = put(folders["b"], 1)
+    assert first.handle is not None
+    assert engine.load_shared_weights(first)
+    assert greedy(engine) == fresh
+    second = put(folders["a"], 2)
+    assert not engine.load_shared_weights(first)
+    assert engine.load_shared_weights(second)
+    assert greedy(engine) == before
+    buffer.close()
+
+
+def on_gpu(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, array in weights(folder):
+        yield name, torch.from_numpy(array).to("cuda", torch.bfloat16)
 
 
 @pytest.mark.parametrize("updates", ["resume", "recompute"])

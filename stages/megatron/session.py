@@ -17,8 +17,8 @@ from rollstream.stages.megatron.cpu_platform import device, on_platform
 from rollstream.stages.megatron.policy import Policy
 from rollstream.stages.megatron.policy_update import PolicyUpdate
 from rollstream.stages.megatron.trainer import Trainer
+from rollstream.stages.megatron.weight_buffer import WeightBuffer
 from rollstream.stages.shared_weights import SharedWeights
-from rollstream.stages.weight_buffer import WeightBuffer
 
 if TYPE_CHECKING:
     from rollstream.stages.actor import ActorUpdate

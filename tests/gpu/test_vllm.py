@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from rollstream.stages.megatron.weight_buffer import WeightBuffer
 from rollstream.stages.rollout.engine import Request, Sample, Sampling, generate
-from rollstream.stages.weight_buffer import WeightBuffer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 

@@ -147,9 +147,9 @@ def pack(sequences: Sequence[int], num_filler: int) -> tuple[Any, ...]:
     sizes = [*(LENGTHS[i] for i in sequences), *([num_filler] if num_filler else [])]
     ids = torch.cat([*(TOKENS[i] for i in sequences), torch.full((num_filler,), 7)])[None]
     bounds = torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32)
-    positions = torch.cat([torch.arange(n) for n in sizes])
-    rotary = cos_sin(positions, torch.ones(HIDDEN // 8))
-    packed = Pack("thd", bounds, bounds, max_seqlen_q=max(sizes), max_seqlen_kv=max(sizes), rotary=rotary)
+    positions, longest = torch.cat([torch.arange(n) for n in sizes]), max(sizes)
+    packed = Pack("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
+    packed.rotary = cos_sin(positions, torch.ones(HIDDEN // 8))
     gradients = torch.cat([*(GRADIENTS[i] for i in sequences), torch.zeros(num_filler, VOCAB)])
     return ids, positions[None], packed, gradients / sum(LENGTHS)
 
@@ -160,8 +160,7 @@ def batch(step: Step, sequences: Sequence[int], factor: float) -> tuple[Any, ...
     filler = step.num_filler + -(sum(lengths) + step.num_filler) % step.layout.tp
     if step.settings is None:
         return *pack(sequences, filler), None
-    routes = step.routes
-    if routes is not None:
+    if (routes := step.routes) is not None:
         routes = torch.from_numpy(np.concatenate([routes[STARTS[i] : STARTS[i + 1]] for i in sequences]))
     more: dict[str, Any] = {"factor": factor, "settings": step.settings, "routes": routes}
     return *pack(sequences, filler), pack_context(lengths, num_filler=filler, num_step_tokens=sum(LENGTHS), **more)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollstream.stages import weight_buffer
+from rollstream.stages.megatron import weight_buffer
+from rollstream.stages.megatron.weight_buffer import WeightBuffer
 from rollstream.stages.shared_weights import BUFFER, NONE, SharedTensor, SharedWeights, read_stamp
-from rollstream.stages.weight_buffer import WeightBuffer
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_engines import greedy, make_engine, requests, weights
 
-from rollstream.stages.weight_buffer import WeightBuffer
+from rollstream.stages.megatron.weight_buffer import WeightBuffer
 
 pytestmark = pytest.mark.vllm
 

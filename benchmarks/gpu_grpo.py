@@ -164,7 +164,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             placement=placement,
             steps=given.steps,
             out=folder / "out",
-            save_every=10**6,
+            save_every=None,
             export=False,
         ):
             steps.append(step)

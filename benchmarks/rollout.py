@@ -140,11 +140,14 @@ class Rounds:
         return statistics.median(a / b for a, b in zip(self.rates[above], self.rates[below], strict=True))
 
 
-def take_turns(ways: Mapping[str, Way], prompts: Iterator[pa.RecordBatch], groups: int, rounds: int) -> Rounds:
-    """Each round has new prompts, the same for all ways; so has the draw of each way that is not counted."""
+def take_turns(
+    ways: Mapping[str, Way], prompts: Iterator[pa.RecordBatch], groups: int, rounds: int, *, warm_groups: int
+) -> Rounds:
+    """Each round has new prompts, the same for all ways; so has the draw of each way that is not counted, of
+    `warm_groups`."""
     rates: dict[str, list[float]] = {name: [] for name in ways}
     equal: list[bool] = []
-    warmup = list(itertools.islice(prompts, groups))
+    warmup = list(itertools.islice(prompts, warm_groups))
     for draw in ways.values():
         draw(warmup)
     for turn in range(rounds):
@@ -165,10 +168,12 @@ def measure(folder: str, data: Prompts.Config, case: Case, rounds: int, threads:
         raise SystemExit("\n".join(faults))
     prompts = source.rows(frozenset(), 0)
     stage = make_stage(folder, case, "vllm", threads)
-    found = take_turns({"ours": through(stage), "bare": bare(stage)}, prompts, case.groups, rounds)
+    found = take_turns(
+        {"ours": through(stage), "bare": bare(stage)}, prompts, case.groups, rounds, warm_groups=case.groups
+    )
     stage.close()
     stage = make_stage(folder, case, "transformers", threads)
-    plain = take_turns({"transformers": through(stage)}, prompts, case.groups, rounds)
+    plain = take_turns({"transformers": through(stage)}, prompts, case.groups, rounds, warm_groups=case.groups)
     stage.close()
     ratios = sorted(a / b for a, b in zip(found.rates["ours"], found.rates["bare"], strict=True))
     return {

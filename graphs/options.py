@@ -31,8 +31,8 @@ class RunOptions:
     out: str | Path | None = None
     #: "never" starts afresh, "auto" resumes if there is a checkpoint, "must" refuses to start without one.
     resume: Resume = "never"
-    #: A checkpoint after every so many steps; one is always made at the end.
-    save_every: int = 50
+    #: A checkpoint after every so many steps, and one at the end; None: none at all, for a run that is only tried out.
+    save_every: int | None = 50
     #: Checkpoints that stay.
     keep_last: int = 2
     #: Checkpoints of every so many steps stay for ever.

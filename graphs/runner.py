@@ -326,7 +326,7 @@ class _Run:
         self.attempt.crew.end_turns()
         self._commit(keeper, wait=True)
         self._wait_for_evaluations()
-        if self.saver.saved_step != self.step and not self.busy:
+        if self.saver.saved_step != self.step and not self.busy and self.options.save_every is not None:
             raise CheckpointError(
                 f"step {self.step}, the last, could not be saved: the last checkpoint is of step "
                 f"{self.saver.saved_step}. Make room and resume"
@@ -338,8 +338,8 @@ class _Run:
         self.watch.message(keeper.where())
 
     def _save_if_due(self, keeper: Keeper, step: Step) -> Step:
-        last = self.step == self.options.steps
-        if last or self.step % self.options.save_every == 0 or self.saver.failures:
+        last, every = self.step == self.options.steps, self.options.save_every
+        if every is not None and (last or self.step % every == 0 or self.saver.failures):
             self._commit(keeper, wait=last)
         metrics = {**step.metrics, "checkpoint/failed": float(self.saver.take_failures())}
         if self.options.until is not None:
@@ -349,6 +349,8 @@ class _Run:
     def _commit(self, keeper: Keeper, *, wait: bool) -> None:
         """Begins a checkpoint of the last finished step, unless there is one or a step is half done, once the one under
         way is published; with `wait` until this one is, too. The next step tries again where it fails."""
+        if self.options.save_every is None:
+            return
         try:
             self.saver.settle()
             if self.step != self.saver.saved_step and not self.busy:

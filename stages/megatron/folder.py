@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rollstream.stages.megatron import rules
-from rollstream.stages.megatron.cpu_platform import CPU
+from rollstream.stages.megatron.cpu_platform import device
 from rollstream.stages.megatron.hf_config import HFConfig
 
 
@@ -52,13 +52,15 @@ class Folder:
 
 
 class RandomFolder:
-    """Weights of a model's shape that are drawn by their names and `seed`: the same in every layout.
+    """Weights of a model's shape that are drawn by their names and `seed`: the same in every layout on one kind of
+    device, which draws them itself.
 
     Matrices are normal with the standard deviation that config.json gives, biases 0 and norms 1, as in transformers.
     """
 
     def __init__(self, config: HFConfig, seed: int):
         self._shapes, self._std, self._seed = rules.hf_shapes(config), config.init_std, seed
+        self._device = device()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
@@ -66,8 +68,8 @@ class RandomFolder:
     def read(self, name: str, axis: int, start: int, end: int) -> Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.full((end - start,), 0.0 if name.endswith(".bias") else 1.0, device=CPU)
+            return torch.full((end - start,), 0.0 if name.endswith(".bias") else 1.0, device=self._device)
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        whole = torch.empty(shape, device=CPU).normal_(std=self._std, generator=generator)
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        whole = torch.empty(shape, device=self._device).normal_(std=self._std, generator=generator)
         return whole[start:end] if axis == 0 else whole[:, start:end]

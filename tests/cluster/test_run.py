@@ -159,3 +159,10 @@ def _seats() -> list[dict[str, int]]:
         (index,) = {int(parts[2]) for parts in named if len(parts) == 4 and parts[1] == "group"}
         seats[index][actor.class_name] = seats[index].get(actor.class_name, 0) + 1
     return seats
+
+
+def test_a_run_that_is_only_tried_out_leaves_no_checkpoint(tmp_path, ray_cluster):
+    out = tmp_path / "out"
+    steps = list(run(toy_graph(tmp_path / "d"), steps=2, out=out, save_every=None))
+    assert [step.checkpoint for step in steps] == [None, None]
+    assert not list(out.glob("checkpoints/step_*"))

@@ -161,7 +161,10 @@ class Trial:
                     return
                 kind = rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])[0]
                 targets = [driver.pid] if kind == "driver" else self._members(driver, kind)
-            os.kill(rng.choice(sorted(targets)), signal.SIGKILL)
+            try:
+                os.kill(rng.choice(sorted(targets)), signal.SIGKILL)
+            except ProcessLookupError:  # it ended by itself
+                continue
             yield kind
             if kind == "driver":
                 driver.wait(timeout=PATIENCE_S)

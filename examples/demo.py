@@ -122,7 +122,8 @@ def main() -> None:
     model, (train, heldout) = demo_assets.model(), demo_assets.prompts()
     out = given.out.absolute()
     shutil.rmtree(out, ignore_errors=True)
-    evaluation = held_out(model, heldout, every=max(given.steps // 2, 1))
+    halves = given.steps % 2 == 0  # the last step must be among them
+    evaluation = held_out(model, heldout, every=given.steps // 2 if halves else given.steps)
     steps: list[Step] = []
     for step in run(graph(model, train, evaluation), steps=given.steps, out=out):
         steps.append(step)

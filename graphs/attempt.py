@@ -108,6 +108,7 @@ class Attempt:
 
     def stop(self) -> None:
         """Ends all actors."""
+        self.evaluations.end()
         self.crew.stop()
         self._supervisor.stop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import suppress
 from typing import Any
 
@@ -20,8 +21,12 @@ GB = 1e9
 def with_sharing(graph: Graph, placement: Placement, plan: Plan, device_bytes: int | None) -> Plan:
     """The plan with what is on each GPU, and whether stages take turns; as it is where no GPU is in it, or nobody knows
     how large one is. Raises PlacementError where it can't be."""
-    if device_bytes is None or not any(seat.gpus for seats in plan.seats.values() for seat in seats):
+    if not any(seat.gpus for seats in plan.seats.values() for seat in seats):
         return plan
+    if device_bytes is None:
+        return dataclasses.replace(
+            plan, memory="  not estimated: no GPU said how large it is; device_gb=80 would say it"
+        )
     found = {name: stage.memory(device_bytes) for name, stage in graph.stages.items()}
     for evaluation in graph.evaluations:
         (rollout,) = (stage for stage in evaluation.stages if isinstance(stage, RolloutStage))

@@ -19,11 +19,16 @@ from rollstream.graphs.length_faults import length_faults
 from rollstream.stages.base import MapStage, RolloutStage, Source, Stage, Stream
 from rollstream.stages.errors import WiringError, check_rules
 
+#: Under these names the run's own settings are in its record.
+TAKEN = ("graph", "run")
+
 
 @dataclass(frozen=True)
 class Evaluation:
     """A chain of a source, a rollout stage and map stages, `output` its last stream. Each prompt of the source is
-    taken once. Its metrics are those of its stages, under its name: "eval/reward/mean"."""
+    taken once. Its metrics are those of its stages, under its name: "eval/reward/mean".
+
+    While one is under way and the next waits, the object store holds up to two more copies of the weights."""
 
     output: Stream[Any]
     #: Steps from one evaluation to the next.
@@ -45,6 +50,10 @@ class Evaluation:
                 (self.every >= 1, f"every must be at least 1, got {self.every}"),
                 (self.timeout_s > 0, f"timeout_s must be above 0, got {self.timeout_s}"),
                 (self.name.isidentifier(), f"name must be of letters, digits and '_', got {self.name!r}"),
+                (
+                    self.name not in TAKEN,
+                    f"name must not be {self.name!r}, which the run's record uses: call it 'eval'",
+                ),
             ]
         )
 

@@ -57,6 +57,7 @@ class Evaluations:
         self._lines = [_Line(e, evaluators[e.name]) for e in evaluations]
         self._store, self._max_restarts = store, max_restarts
         self._done, self._tell = done, tell
+        self._error: RollstreamError | None = None
 
     def are_due(self, step: int) -> bool:
         return any(line.evaluation.is_due(step) for line in self._lines)
@@ -75,7 +76,17 @@ class Evaluations:
             line.waiting = (step, weights)
 
     def look(self) -> None:
-        """Takes in what is done and begins what waits. Raises StageError, StalledError."""
+        """Takes in what is done and begins what waits. Raises StageError, StalledError, and the same again if asked
+        again."""
+        if self._error is None:
+            try:
+                self._look()
+            except RollstreamError as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+
+    def _look(self) -> None:
         for line in self._lines:
             if line.call is not None:
                 self._take(line)
@@ -102,15 +113,21 @@ class Evaluations:
             ray.wait(calls, timeout=timeout_s)
         return any(line.at_work is not None for line in self._lines)
 
+    def end(self) -> None:
+        """Tells of those that are given up, for the run ends, or goes back to a checkpoint, before they are done."""
+        for line in self._lines:
+            for step, _ in filter(None, (line.at_work, line.waiting)):
+                self._leave_out(line, step, "the run went on without it before it was done")
+
     def _take(self, line: _Line) -> None:
         assert line.at_work is not None
         (step, weights), evaluation = line.at_work, line.evaluation
         seconds = time.monotonic() - line.begun
         if not ray.wait([line.call], timeout=0)[0]:
             if seconds > evaluation.timeout_s:
-                raise StalledError(
-                    f"{evaluation.name} of step {step} has taken {seconds:.0f} s (timeout_s={evaluation.timeout_s:g})"
-                )
+                gone = "" if line.is_back else ": its process died, and is not back"
+                limit = f"timeout_s={evaluation.timeout_s:g}"
+                raise StalledError(f"{evaluation.name} of step {step} has taken {seconds:.0f} s ({limit}){gone}")
             return
         call, line.call = line.call, None
         try:

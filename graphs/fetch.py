@@ -18,6 +18,8 @@ from rollstream.stages.schema import join_columns
 FETCH_S = 120.0
 #: A reference whose owner died may give no answer at all.
 REFERENCE_S = 30.0
+#: One that was waited for, and others with it, answers in this time if it does at all.
+AT_HAND_S = 1.0
 AGAIN_S = 0.2
 
 
@@ -38,13 +40,17 @@ def fetch_all(items: Sequence[Item], edges: Mapping[str, Any]) -> list[pa.Record
         found = dict(zip(refs, ray.get(refs, timeout=REFERENCE_S) if refs else [], strict=True))
     except (ObjectLostError, GetTimeoutError, RayActorError):
         found = {}  # one by one: each is asked for again where it must be
-    return [
-        join_columns([found[p.ref][1] if p.ref in found else _part(item, p, edges, FETCH_S) for p in item.parts])
-        for item in items
-    ]
+
+    def columns(item: Item, part: Part) -> pa.RecordBatch:
+        return found[part.ref][1] if part.ref in found else _part(item, part, edges, FETCH_S, AT_HAND_S)
+
+    return [join_columns([columns(item, part) for part in item.parts]) for item in items]
 
 
-def _part(item: Item, part: Part, edges: Mapping[str, Any], timeout_s: float) -> pa.RecordBatch:
+def _part(
+    item: Item, part: Part, edges: Mapping[str, Any], timeout_s: float, first_s: float = REFERENCE_S
+) -> pa.RecordBatch:
+    """`first_s` is for the reference at hand."""
     give_up = time.monotonic() + timeout_s
     found: Part | None = part if part.ref is not None else None
     while True:
@@ -52,7 +58,7 @@ def _part(item: Item, part: Part, edges: Mapping[str, Any], timeout_s: float) ->
             if found is None:
                 found = ray.get(edges[part.edge].part.remote(item.order, item.birth), timeout=REFERENCE_S)
             if found is not None:
-                return ray.get(found.ref, timeout=REFERENCE_S)[1]
+                return ray.get(found.ref, timeout=first_s if found is part else REFERENCE_S)[1]
         except ActorDiedError as error:
             why = f"the edge behind it has ended, with the columns of {item.group_id}: {error}"
             raise ProcessDied(part.edge, "", why) from None

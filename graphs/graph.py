@@ -207,7 +207,10 @@ class Graph:
                 model = stage.settings().get("model")
                 trained = self.rollout.settings().get("model") if self.rollout else None
                 if isinstance(stage, RolloutStage) and model != trained:
-                    yield f"{evaluation.name}, {stage.name}: model is {model!r}, but {trained!r} is trained"
+                    yield (
+                        f"{evaluation.name}, {stage.name}: model is {model!r}, but {trained!r} is trained: give both "
+                        "the same folder"
+                    )
 
     def _agreement_faults(self) -> list[str]:
         """Settings that several stages must agree on."""

@@ -20,6 +20,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -270,7 +271,14 @@ class StageHost:
         stage = self._updater
 
         def train() -> Mapping[str, Metric]:
-            return stage.update(self._share(step).result(timeout=CALL_S))
+            try:
+                groups = self._share(step).result(timeout=CALL_S)
+            except FutureTimeout:
+                why = (
+                    f"This rank's groups were not read in {CALL_S:g} s: the edges before it do not give their columns."
+                )
+                raise StageError(stage.name, f"step {step}", why) from None
+            return stage.update(groups)
 
         try:
             return self._work(f"step {step}", train)

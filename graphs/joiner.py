@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from rollstream.graphs.edge_actor import Lease
 from rollstream.graphs.item import Failure, Item
@@ -78,6 +78,8 @@ class Joiner:
             except ActorUnavailableError:  # it comes back, with all that it had
                 time.sleep(AGAIN_S)
                 continue
+            except (RayActorError, RayTaskError):
+                pass  # `get` below says what it means
             self._receive(index, get(call, f"an edge before {self._consumer}", timeout_s=1))
         self._advance()
         return len(self._ready)

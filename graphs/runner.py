@@ -307,9 +307,11 @@ class _Run:
         self.evaluated.append(found)
 
     def _with_evaluations(self, step: Step) -> Step:
-        """The step with those that were done since the step before; the last step waits for all."""
+        """The step with those that were done since the step before; the last step waits for all. Their errors wait
+        until it is given out and the model exported."""
         if step.index == self.options.steps:
-            self._wait_for_evaluations()
+            with suppress(RollstreamError):  # `_finish` meets it again
+                self._wait_for_evaluations()
         found, self.evaluated = tuple(self.evaluated), []
         return dataclasses.replace(step, evaluations=found)
 
@@ -325,7 +327,6 @@ class _Run:
     def _finish(self, keeper: Keeper, stop: StopFlag) -> None:
         self.attempt.crew.end_turns()
         self._commit(keeper, wait=True)
-        self._wait_for_evaluations()
         if self.saver.saved_step != self.step and not self.busy and self.options.save_every is not None:
             raise CheckpointError(
                 f"step {self.step}, the last, could not be saved: the last checkpoint is of step "
@@ -334,6 +335,7 @@ class _Run:
         if self.options.export and not stop.signal:
             self.attempt.crew.export(self.folder / "model")
             self.watch.message(f"model for transformers: {self.folder / 'model'}")
+        self._wait_for_evaluations()
         keeper.catch_up()
         self.watch.message(keeper.where())
 

@@ -63,8 +63,7 @@ class Step:
     settings: Moe | None = LOSSES
     #: Tokens of filler behind each pack, and more where the layout needs them.
     num_filler: int = 0
-    #: Loss scale, as float16 has one.
-    scale: float = 1.0
+    scale: float = 1.0  # of the loss, as float16 has one
     #: [all tokens, layers, k]
     routes: np.ndarray | None = None
     more: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -156,14 +155,14 @@ def pack(sequences: Sequence[int], num_filler: int) -> tuple[Any, ...]:
 
 def batch(step: Step, sequences: Sequence[int], factor: float) -> tuple[Any, ...]:
     """What `pack` gives, and the context for the routers."""
-    lengths = [LENGTHS[i] for i in sequences]
+    lengths, routes = [LENGTHS[i] for i in sequences], step.routes
     filler = step.num_filler + -(sum(lengths) + step.num_filler) % step.layout.tp
     if step.settings is None:
         return *pack(sequences, filler), None
-    if (routes := step.routes) is not None:
+    if routes is not None:
         routes = torch.from_numpy(np.concatenate([routes[STARTS[i] : STARTS[i + 1]] for i in sequences]))
-    more: dict[str, Any] = {"factor": factor, "settings": step.settings, "routes": routes}
-    return *pack(sequences, filler), pack_context(lengths, num_filler=filler, num_step_tokens=sum(LENGTHS), **more)
+    more: dict[str, Any] = {"factor": factor, "settings": step.settings, "num_step_tokens": sum(LENGTHS)}
+    return *pack(sequences, filler), pack_context(lengths, num_filler=filler, routes=routes, **more)
 
 
 @on_platform()

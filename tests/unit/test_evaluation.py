@@ -86,6 +86,12 @@ def test_there_must_be_weights_to_evaluate():
     assert any("eval has no weights to take" in fault for fault in graph(Evaluation(chain()), weighed=False).faults())
 
 
+@pytest.mark.parametrize("name", ["graph", "run"])
+def test_names_that_the_record_uses_are_refused(name):
+    with pytest.raises(ConfigError, match=f"name must not be '{name}'"):
+        Evaluation(chain(), name=name)
+
+
 def test_settings_are_checked_at_once():
     with pytest.raises(ConfigError, match=r"(?s)every must be at least 1, got 0.*name must be .* got 'held out'"):
         Evaluation(chain(), every=0, name="held out")
@@ -214,14 +220,35 @@ def test_one_that_dies_too_often_ends_the_run(monkeypatch):
         scene.answer(DIED)
 
 
-def test_one_that_raises_or_takes_too_long_ends_the_run(monkeypatch):
+@pytest.mark.parametrize("is_back", [True, False])
+def test_one_that_takes_too_long_ends_the_run(monkeypatch, is_back):
     scene = Scene(monkeypatch, timeout_s=5.0)
     scene.begin(0)
+    if not is_back:
+        scene.answer(DIED)
     scene.now = 6.0
-    with pytest.raises(StalledError, match=r"eval of step 0 has taken 6 s \(timeout_s=5\)"):
+    gone = "" if is_back else ": its process died, and is not back"
+    with pytest.raises(StalledError, match=rf"eval of step 0 has taken 6 s \(timeout_s=5\){gone}$"):
         scene.evaluations.look()
+
+
+def test_one_that_raises_ends_the_run_whenever_that_is_looked_at_and_is_not_begun_again(monkeypatch):
+    scene = Scene(monkeypatch)
+    scene.begin(0)
     with pytest.raises(StageError, match="divides by zero"):
         scene.answer(StageError("eval.score", "g1", "divides by zero"))
+    with pytest.raises(StageError, match="divides by zero"):
+        scene.evaluations.look()
+    assert len(scene.process.asked) == 1
+
+
+def test_those_that_are_given_up_are_told_of(monkeypatch):
+    scene = Scene(monkeypatch)
+    scene.begin(0)
+    scene.begin(2)
+    scene.evaluations.end()
+    why = "the run went on without it before it was done"
+    assert scene.told == [f"eval of step {step} is left out: {why}" for step in (0, 2)]
 
 
 @pytest.mark.parametrize("stored", [None, DIED, Published(version=11, buckets=())])

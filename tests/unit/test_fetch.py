@@ -15,6 +15,8 @@ from rollstream.graphs.item import Item, Part
 from rollstream.stages.errors import ProcessDied, StalledError
 
 CALLS: list[Any] = []
+#: For what gave no answer.
+WAITS: list[float] = []
 LOST = ObjectLostError("00", None, "")
 OWNER_DIED = OwnerDiedError("00", None, "")
 AWAY = ActorUnavailableError("away", None)
@@ -42,6 +44,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def get(ref: list[Any], timeout: float) -> Any:
         CALLS.append(ref)
+        WAITS.extend([timeout] if not ref or isinstance(ref[0], Ref | Exception) else [])
         if not ref or isinstance(ref[0], Ref):
             return [get(one, timeout) for one in ref]
         if isinstance(ref[0], Exception):
@@ -120,3 +123,11 @@ def test_of_several_groups_the_lost_ones_are_asked_for():
     groups = [item(rows(**TEXTS), rows(**REWARDS)), item(Ref([LOST]), rows(**REWARDS))]
     assert [group.to_pydict() for group in fetch_all(groups, {"rollout": edge})] == [WHOLE, WHOLE]
     assert edge.asked == [(7, "5f")]
+
+
+def test_a_reference_that_gives_no_answer_is_waited_for_once():
+    dead, edge = Ref([GetTimeoutError("no answer")]), Edge(rows(**TEXTS))
+    WAITS.clear()
+    found = fetch_all([item(dead, rows(**REWARDS))], {"rollout": edge})
+    assert found[0].to_pydict() == WHOLE
+    assert sum(WAITS) < 2 * fetching.REFERENCE_S + 2

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from rollstream.graphs import joiner as joining
 from rollstream.graphs.edge_actor import Lease
@@ -14,7 +14,7 @@ from rollstream.graphs.item import Failure, Item, Left, Part
 from rollstream.graphs.joiner import Joiner
 from rollstream.graphs.ledger import Ledger
 from rollstream.graphs.orders import Orders
-from rollstream.stages.errors import PluginError
+from rollstream.stages.errors import PluginError, ProcessDied
 
 
 class Call:
@@ -193,3 +193,17 @@ def test_an_edge_is_asked_for_what_the_step_still_lacks():
     made.ask()
     made.ask()  # one call is open already
     assert edge.wanted == [4, 1]
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), RayTaskError("lease", "", ValueError("x"))])
+def test_an_edge_that_does_not_come_back_is_told_of_in_our_own_terms(monkeypatch, error):
+    def ray_get(call: Call, *_: Any, **__: Any) -> Any:
+        raise call.answer
+
+    def get(call: Call, what: str, **_: Any) -> Any:
+        raise ProcessDied("the edge", "", what)
+
+    monkeypatch.setattr(joining, "ray", SimpleNamespace(wait=joining.ray.wait, get=ray_get))
+    monkeypatch.setattr(joining, "get", get)
+    with pytest.raises(ProcessDied, match="an edge before"):
+        polled(Edge(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ray.exceptions import GetTimeoutError
@@ -214,3 +214,8 @@ def test_parameters_are_counted_as_transformers_counts_them(kind, tmp_path):
     halves = num_parameters(found, Layout(pp=2)) - num_parameters(found, Layout(pp=4))
     layer = sum(p.numel() for p in model.model.layers[0].parameters())
     assert halves == layer
+
+
+def test_a_plan_says_so_where_nobody_knows_how_large_a_gpu_is():
+    plan, graph = Placement.colocated(cpus=2, gpus=1).plan(DEMANDS), cast("Any", None)
+    assert "not estimated" in str(colocation.with_sharing(graph, Placement.auto(), plan, None))

@@ -57,7 +57,7 @@ def test_weights_that_are_published_again_have_the_gpu_to_themselves():
     crew = SimpleNamespace(rest=lambda: told.append("rest"), wake=lambda: told.append("wake"))
     nothing = SimpleNamespace(look=lambda *_: None, must_publish=True)
     attempt: Any = SimpleNamespace(crew=crew, evaluations=nothing, _supervisor=nothing, _watch=nothing)
-    attempt.publish = lambda version: told.append(f"publish {version}")
+    attempt._publish = lambda version, arrays: told.append(f"publish {version}")
     Attempt.look(attempt, 3, update_is_free=False)
     assert told == []
     Attempt.look(attempt, 3)

@@ -1,6 +1,7 @@
 # make setup   an environment in .venv, made once and again when pyproject.toml changes
 # make check   style and types
 # make test    setup, check, and all tests
+# make test-gpu   the tests that need a GPU; set BIN to the folder of a Python that has all packages already
 # make demo    a short training run on this machine
 # make clean   removes what builds and tests leave; keeps .venv and runs/
 #
@@ -24,7 +25,7 @@ STAMP := $(VENV)/.setup-done
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SAY := @printf '==> %s\n'
 
-.PHONY: help setup check test demo clean
+.PHONY: help setup check test test-gpu demo clean
 
 help:
 	@sed -n 's/^# \(make [a-z]* *[a-z].*\)/\1/p' Makefile
@@ -61,6 +62,12 @@ check: setup
 test: check
 	$(SAY) "pytest"
 	@$(BIN)/python -m pytest
+
+test-gpu:
+	$(SAY) "pytest on a GPU"
+	@# ranks are forked: nothing may have touched the GPU before
+	@PYTORCH_NVML_BASED_CUDA_CHECK=1 $(BIN)/python -m pytest tests/megatron/test_on_gpu.py
+	@$(BIN)/python -m pytest tests/gpu
 
 demo: setup
 	@$(BIN)/python examples/demo.py

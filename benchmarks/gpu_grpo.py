@@ -1,7 +1,8 @@
 """GRPO with a reference, the whole graph on one GPU: seconds of a step and of its parts.
 
     python benchmarks/gpu_grpo.py [--json] [--shape 1.4b] [--staleness 0] [--steps 4] [--prompts 64] [--samples 8]
-        [--max-tokens 512] [--sharing auto|side_by_side|turns] [--micro-tokens 16384] [--kv-share 0.2] [--stop-every N]
+        [--max-tokens 512] [--sharing auto|side_by_side|turns] [--micro-tokens 16384] [--kv-share 0.2] [--replicas 1]
+        [--stop-every N]
 
 A Qwen2 model of random weights, all of which are trained. Prompts are 48 random letters, a letter a token. Without
 --stop-every each response has exactly --max-tokens tokens; with it one token in N ends a response, so that lengths are
@@ -12,6 +13,7 @@ geometric, cut at --max-tokens. Rewards count words: they cost what a rule costs
     update      forward and backward passes and the optimizer's step; the old log-probabilities are the forward pass's
     weights     from the end of the update until the next prompts may be begun: the weights laid out for the engine
     wait        of the update stage for the step's groups
+    overhead    of the step, at staleness 0: neither is the update at work nor any stage before it
 """
 
 from __future__ import annotations
@@ -93,15 +95,15 @@ def make_graph(given: argparse.Namespace, folder: Path) -> Graph:
     stops = tuple(range(shape.vocab // given.stop_every)) if given.stop_every else ()
     engine: dict[str, Any] = {"load_format": "dummy", "max_model_len": PROMPT_TOKENS + given.max_tokens + 16}
     if given.device == "cuda":
-        num_requests = given.prompts * given.samples
-        engine |= {"gpu_memory_utilization": given.kv_share, "max_num_seqs": num_requests}
+        num_requests = given.prompts * given.samples // given.replicas
+        engine |= {"gpu_memory_utilization": given.kv_share / given.replicas, "max_num_seqs": num_requests}
         engine |= {"enable_sleep_mode": True} if given.sharing == "turns" else {}
     rollout = Rollout.Config(
         model=str(model),
         n=given.samples,
         max_tokens=given.max_tokens,
         stop_token_ids=stops,
-        groups_in_flight=given.prompts,
+        groups_in_flight=given.prompts // given.replicas,
         seed=None,
         engine="vllm",
         dtype=given.dtype,
@@ -149,8 +151,19 @@ def parts(step: Step, legs: Mapping[str, Sequence[tuple[float, float]]]) -> dict
         "update": m["time/update_s"],
         "weights": m["time/weights_s"],
         "tokens": m["step/tokens"],
-        "mismatch": m.get("rollout/logprob_diff", float("nan")),
+        "overhead": m["time/step_s"] - busy_s([iv for spans in legs.values() for iv in spans]) - m["time/update_s"],
+        "mismatch": m["rollout/logprob_diff"],
+        "kl": m["rollout/mismatch_k3"],
     }
+
+
+def busy_s(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds in which at least one of these goes on."""
+    total, end = 0.0, float("-inf")
+    for begun, ended in sorted(spans):
+        total += max(ended - max(begun, end), 0.0)
+        end = max(end, ended)
+    return total
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -158,7 +171,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         steps: list[Step] = []
         begun = time.monotonic()
         bundle = Placement.colocated(cpus=8, gpus=1 if given.device == "cuda" else 0)
-        placement = dataclasses.replace(bundle, sharing=given.sharing, threads=given.threads)
+        replicas = {"rollout": given.replicas}
+        placement = dataclasses.replace(bundle, sharing=given.sharing, threads=given.threads, replicas=replicas)
         for step in run(
             make_graph(given, folder),
             placement=placement,
@@ -194,7 +208,14 @@ def brief(step: Step) -> Iterator[tuple[str, float]]:
 def main() -> None:
     given = arguments()
     results = measure(given)
-    print(json.dumps(bench.report(vars(given), ("torch", "megatron-core", "ray", "rollstream"), results, {})))
+    seconds, bars = results["seconds"], dict[str, Any]()
+    if given.shape == "1.4b" and not given.stop_every:
+        bars["step"] = {"value": seconds["step"], "at_most": 27 if given.staleness else 40}
+    if not given.staleness:
+        bars["overhead"] = {"value": seconds["overhead"] / seconds["step"], "at_most": 0.05}
+    bars["mismatch"] = {"value": seconds["mismatch"], "at_most": 0.02}
+    bars["kl"] = {"value": seconds["kl"], "at_most": 1e-3}
+    print(json.dumps(bench.report(vars(given), ("torch", "megatron-core", "ray", "rollstream"), results, bars)))
 
 
 def arguments() -> argparse.Namespace:
@@ -212,7 +233,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stop-every", type=int, default=0)
     parser.add_argument("--sharing", choices=("auto", "side_by_side", "turns"), default="auto")
     parser.add_argument("--micro-tokens", type=int, default=16384)
-    parser.add_argument("--kv-share", type=float, default=0.2, help="of the GPU's memory, for the engine in all")
+    parser.add_argument("--replicas", type=int, default=1, help="of the engine, on the one GPU")
+    parser.add_argument("--kv-share", type=float, default=0.2, help="of the GPU's memory, for all engines")
     return parser.parse_args()
 
 

@@ -19,6 +19,7 @@ In a stage's process, from the stages down:
     moe             experts (router, router_context);  lora  adapters (lora_linear, peft_format)
     batch           samples packed into micro-batches
     rules           Hugging Face names and Megatron's parts; weights loads and gathers by them (folder, export)
+    weight_buffer   weights laid out for those that read them where they are
     checkpoint      everything that a resumed run needs (checkpoint_writer, optimizer_state, checkpoint_export)
     parallel        the process group and Megatron's groups
     cpu_platform    Megatron without CUDA;  mcore  all that we import of Megatron, once the platform is prepared

@@ -55,7 +55,8 @@ def trained_parameters(config: HFConfig, layout: Layout, lora: Lora | None) -> C
 def trainer_memory(settings: ActorUpdate.Config) -> Memory:
     """Weights in their dtype, gradients in float32 (Megatron's gradient buffer), Adam's two moments and, below float32,
     main weights in float32. Moments and main weights are dealt to the ranks that hold the same parameters (Rajbhandari
-    et al. 2020, ZeRO stage 1): `dp` ranks, or for experts, which are spread over `tp * dp`, what `ep * etp` leaves."""
+    et al. 2020, ZeRO stage 1): `dp` ranks, or for experts, which are spread over `tp * dp`, what `ep * etp` leaves.
+    With one rank the weights are there once more, for those that read them on its GPU."""
     config, layout = hf_config.read(Path(settings.model)), settings.layout
     trained = trained_parameters(config, layout, settings.lora)
     adapters = 0 if settings.lora is None else trained.all
@@ -68,6 +69,8 @@ def trainer_memory(settings: ActorUpdate.Config) -> Memory:
         "activations": activation_bytes(config, settings, recompute=settings.recompute),
         "logits": logits_bytes(config, settings),
     }
+    if layout.size == 1:
+        parts["published"] = num_parameters(config, layout) * BYTES[settings.dtype]
     missing = tuple(kind for kind in OFFLOADED if kind not in settings.offload)
     return Memory(
         parts=parts,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +28,7 @@ class WeightBuffer:
         self, tensors: Callable[[], Iterator[tuple[str, Tensor]]], device: torch.device, *, is_first: bool = True
     ):
         self._tensors, self._device, self._is_first = tensors, device, is_first
+        self._is_laid_out = False  # on all ranks, which take part
         self._folder: Path | None = None
         self._buffer: Tensor | None = None
         self._layout: tuple[SharedTensor, ...] = ()
@@ -33,8 +36,9 @@ class WeightBuffer:
 
     def put(self, version: int) -> SharedWeights | None:
         """Overwrites what was there; None on all ranks but the first. Collective."""
-        if self._folder is None:
+        if not self._is_laid_out:
             self._lay_out()
+            self._is_laid_out = True
         if not self._is_first:
             for _ in self._tensors():
                 pass
@@ -61,7 +65,6 @@ class WeightBuffer:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _lay_out(self) -> None:
-        self._folder = make_folder()
         layout: list[SharedTensor] = []
         end = 0
         for name, tensor in self._tensors():
@@ -73,15 +76,30 @@ class WeightBuffer:
             return
         self._layout = tuple(layout)
         if self._device.type == "cuda":
+            self._folder = make_folder()
             self._buffer = torch.empty(end, dtype=torch.uint8, device=self._device)
             # Once: readers keep it open, and the same handle serves those that come later.
             self._handle = tuple(reduce_tensor(self._buffer)[1][7:])
         else:
-            self._buffer = _file_buffer(self._folder / BUFFER, end)
+            self._folder, self._buffer = _file_buffer(end)
 
 
-def _file_buffer(path: Path, num_bytes: int) -> Tensor:
-    """Memory that is a file. Its room is taken at once: a write into a full file system would end the process."""
+def _file_buffer(num_bytes: int) -> tuple[Path, Tensor]:
+    """Memory that is a file, and its folder: in shared memory, or where that is full, as in small containers, among
+    temporary files. Raises OSError where neither has room."""
+    folder = make_folder()
+    try:
+        return folder, _allocated(folder / BUFFER, num_bytes)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if error.errno != errno.ENOSPC:
+            raise
+    folder = make_folder(tempfile.gettempdir())
+    return folder, _allocated(folder / BUFFER, num_bytes)
+
+
+def _allocated(path: Path, num_bytes: int) -> Tensor:
+    """The file's room is taken at once: a write into a full file system would end the process."""
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
     return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(weight_buffer, "make_folder", lambda: tmp_path)
+    monkeypatch.setattr(weight_buffer, "make_folder", lambda parent=None: tmp_path)
     return tmp_path
 
 
@@ -70,3 +72,21 @@ def test_other_ranks_take_part_and_hold_nothing() -> None:
     buffer = WeightBuffer(lambda: iter(rounds.append(1) or []), CPU, is_first=False)
     assert (buffer.put(1), buffer.put(2)) == (None, None)
     assert len(rounds) == 3  # one to lay them out
+
+
+def test_where_shared_memory_is_full_temporary_files_have_room(tmp_path, monkeypatch) -> None:
+    small, other = tmp_path / "small", tmp_path / "other"
+    for folder in (small, other):
+        folder.mkdir()
+    monkeypatch.setattr(weight_buffer, "make_folder", lambda parent=None: other if parent else small)
+    allocate = os.posix_fallocate
+
+    def full(file: int, start: int, size: int) -> None:
+        if os.readlink(f"/proc/self/fd/{file}").startswith(str(small)):
+            raise OSError(errno.ENOSPC, "full")
+        allocate(file, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    found = put(WeightBuffer(lambda: iter([("w", torch.ones(3))]), CPU), 1)
+    assert (found.folder, small.exists()) == (str(other), False)
+    assert torch.equal(tensors_in(found)["w"], torch.ones(3))

@@ -6,6 +6,7 @@
     rollout                   the rollout stage against vLLM alone                     gpu_rollout.py
     weights_3b, weights_7b    from the trainer to the engine                           gpu_weights.py
     grpo_0, grpo_1            the whole graph at staleness 0 and 1                     gpu_grpo.py
+    learn                     a real model learns                                      gpu_learn.py
     natural_turns, natural_1  1.5 B parameters, natural lengths: by turns, and side by side at staleness 1
 
 Each part's report is written to FOLDER/gpu_PART.json as soon as it is there; one that fails or takes too long is told
@@ -38,7 +39,7 @@ class Part:
     limit_s: float
 
 
-NATURAL = "--shape 1.5b --max-tokens 1024 --stop-every 400 --kv-share 0.35"
+NATURAL = "--shape 1.5b --max-tokens 1024 --stop-every 400 --kv-share 0.25"
 PARTS = {
     "train_0.5b": Part("gpu_train", "--shape 0.5b --megatron", 240),
     "train_3b": Part("gpu_train", "--shape 3b --tokens 16384 --samples 128 --longest 2048", 180),
@@ -47,6 +48,7 @@ PARTS = {
     "rollout": Part("gpu_rollout", "", 300),
     "grpo_0": Part("gpu_grpo", "--staleness 0 --steps 4", 400),
     "grpo_1": Part("gpu_grpo", "--staleness 1 --steps 6", 400),
+    "learn": Part("gpu_learn", "", 600),
     "natural_turns": Part("gpu_grpo", f"{NATURAL} --staleness 0 --sharing turns --steps 4", 500),
     "natural_1": Part("gpu_grpo", f"{NATURAL} --staleness 1 --sharing side_by_side --steps 6", 500),
 }

@@ -142,6 +142,7 @@ def intervals(out: Path) -> dict[int, dict[str, list[tuple[float, float]]]]:
 def parts(step: Step, legs: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float]:
     """Seconds of one step."""
     m, rollouts = step.metrics, legs["rollout"]
+    at_work = [span for stage, spans in legs.items() for span in spans if stage != "prompts"]  # those are read ahead
     generation = max(end for _, end in rollouts) - min(begun for begun, _ in rollouts)
     return {
         "step": m["time/step_s"],
@@ -151,7 +152,7 @@ def parts(step: Step, legs: Mapping[str, Sequence[tuple[float, float]]]) -> dict
         "update": m["time/update_s"],
         "weights": m["time/weights_s"],
         "tokens": m["step/tokens"],
-        "overhead": m["time/step_s"] - busy_s([iv for spans in legs.values() for iv in spans]) - m["time/update_s"],
+        "overhead": m["time/step_s"] - m["time/update_s"] - busy_s(at_work),
         "mismatch": m["rollout/logprob_diff"],
         "kl": m["rollout/mismatch_k3"],
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch import distributed as dist
 
@@ -27,8 +28,8 @@ def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float, vocab_
 class _TokenLogprobs(torch.autograd.Function):
     """d logprob / d logits = (onehot(label) - softmax) / temperature: each rank needs only its own part of both.
 
-    Passes over the logits are what this costs. Kept for the backward pass are the logits as they came: no copy of them
-    in float32 exists on a GPU at any time.
+    Passes over the logits are what this costs: on a CPU they are in place where they can be. Kept for the backward pass
+    are the logits as they came: no copy of them in float32 exists on a GPU at any time.
     """
 
     @staticmethod
@@ -63,11 +64,8 @@ class _TokenLogprobs(torch.autograd.Function):
         logits, log_total, logprob, own, index = ctx.saved_tensors
         grad = grads[0] / ctx.temperature
         out = _gradient(logits[:, : ctx.num_real], log_total, -grad, ctx.temperature)
-        out = (
-            torch.nn.functional.pad(out, (0, logits.shape[-1] - ctx.num_real))
-            if ctx.num_real < logits.shape[-1]
-            else out
-        )
+        if num_padding := logits.shape[-1] - ctx.num_real:
+            out = F.pad(out, (0, num_padding))
         at_label = torch.where(own, -torch.expm1(logprob) * grad, out.gather(-1, index)[:, 0])
         out.scatter_(-1, index, at_label[:, None].to(out.dtype))
         return out, None, None, None, None, None
@@ -81,13 +79,14 @@ def _peak(logits: Tensor, temperature: float) -> Tensor:
 @fused_on_gpu
 def _sums(logits: Tensor, peak: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Over the vocabulary: of e^x, and of x * e^x, where x is what a logit lies below the peak."""
-    below = logits.float() / temperature - peak[:, None]
+    below = (logits.float() / temperature).sub_(peak[:, None])
     exponential = below.exp()
-    return exponential.sum(-1), (exponential * below).sum(-1)
+    total = exponential.sum(-1)
+    return total, exponential.mul_(below).sum(-1)
 
 
 @fused_on_gpu
 def _gradient(logits: Tensor, log_total: Tensor, factor: Tensor, temperature: float) -> Tensor:
     """Softmax times `factor` [R], in the dtype of the logits."""
-    probability = (logits.float() / temperature - log_total[:, None]).exp_()
+    probability = (logits.float() / temperature).sub_(log_total[:, None]).exp_()
     return probability.mul_(factor[:, None]).to(logits.dtype)

@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_learn.py [--json] [--steps 150] [--prompts 64] [--samples 16] [--lr 1e-5] [--plot FILE]
 
-The tasks are reasoning-gym's: two numbers of two digits, with + or -. The prompt begins the answer, as in the demo; the
-reward is 1 for the right number and then the end, and a little for a right number that more follows. Held-out accuracy
-(greedy, the number alone) is measured beside training, in a process and an engine of its own. All is in bfloat16.
+The tasks are reasoning-gym's: two numbers of one or two digits, with + or -. The prompt begins the answer, as in the
+demo; the reward is 1 for the right number and then the end, and a little for a right number that more follows. Held-out
+accuracy (greedy, the number alone) is measured beside training, in a process and an engine of its own. All is in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def write_tasks(folder: Path) -> tuple[Path, Path]:
     import reasoning_gym
 
     tasks = reasoning_gym.create_dataset(
-        "basic_arithmetic", size=12_000, seed=11, min_terms=2, max_terms=2, min_digits=2, max_digits=2,
+        "basic_arithmetic", size=12_000, seed=11, min_terms=2, max_terms=2, min_digits=1, max_digits=2,
         operators=["+", "-"], allow_parentheses=False, allow_negation=False,
     )  # fmt: skip
     rows = {

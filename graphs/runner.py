@@ -215,7 +215,8 @@ class _Run:
             del groups  # their rows need not outlive the step
             yield self._with_evaluations(step)
             self.watch.moved()
-            self.attempt.evaluations.look()  # an error of theirs costs no step that is done
+            if step.index != self.options.steps:
+                self.attempt.evaluations.look()  # an error of theirs costs no step that is done, nor the export
             if stop.signal:
                 return
 

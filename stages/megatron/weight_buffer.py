@@ -29,13 +29,18 @@ class WeightBuffer:
     ):
         self._tensors, self._device, self._is_first = tensors, device, is_first
         self._is_laid_out = False  # on all ranks, which take part
+        self._version: int | None = None
+        self._held: SharedWeights | None = None
         self._folder: Path | None = None
         self._buffer: Tensor | None = None
         self._layout: tuple[SharedTensor, ...] = ()
         self._handle: tuple[object, ...] | None = None
 
     def put(self, version: int) -> SharedWeights | None:
-        """Overwrites what was there; None on all ranks but the first. Collective."""
+        """Overwrites what was there, unless it is this version; None on all ranks but the first. Collective."""
+        if version == self._version:  # readers of it need not look for a newer one
+            return self._held
+        self._version, self._held = version, None
         if not self._is_laid_out:
             self._lay_out()
             self._is_laid_out = True
@@ -51,13 +56,14 @@ class WeightBuffer:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         write_stamp(self._folder, version)
-        return SharedWeights(
+        self._held = SharedWeights(
             version=version,
             folder=str(self._folder),
             num_bytes=len(self._buffer),
             tensors=self._layout,
             handle=self._handle,
         )
+        return self._held
 
     def close(self) -> None:
         self._buffer = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from mlflow import MlflowClient
 from toys import Echo, HeldOut, Versions, diary_of, toy_graph
@@ -67,3 +69,12 @@ def test_an_evaluation_that_raises_ends_the_run_with_its_own_error(tmp_path):
     found = Checkpoints(tmp_path / "out/checkpoints").latest()
     assert found is not None
     assert done == list(range(1, found.state.step + 1))  # no step that was done is lost, nor kept from the user
+
+
+def test_an_evaluation_that_raises_at_the_end_costs_neither_the_last_step_nor_the_export(tmp_path):
+    graph = toy_graph(tmp_path / "d", evaluations=[replace(held_out(fails=True), at_start=False)])
+    steps = run(graph, steps=2, out=tmp_path / "out")
+    assert [next(steps).index, next(steps).index] == [1, 2]
+    with pytest.raises(StageError, match="the toy divides by zero"):
+        next(steps)
+    assert (tmp_path / "out/model").exists()

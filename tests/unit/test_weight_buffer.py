@@ -60,6 +60,14 @@ def test_weights_are_gone_once_the_next_begin_to_come() -> None:
     assert torch.equal(tensors_in(new)["w"], weight)
 
 
+def test_the_same_version_again_disturbs_no_reader() -> None:
+    rounds: list[int] = []
+    buffer = WeightBuffer(lambda: iter([("w", torch.zeros(3))] if rounds.append(1) is None else []), CPU)
+    first = put(buffer, 1)
+    assert put(buffer, 1) is first
+    assert (first.are_there(), len(rounds)) == (True, 2)  # laid out, and filled, once
+
+
 def test_weights_are_gone_with_their_process() -> None:
     buffer = WeightBuffer(lambda: iter([("w", torch.zeros(3))]), CPU)
     found = put(buffer, 1)

@@ -11,7 +11,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
-from small_engines import make_engine, save_model, weights
+from small_engines import greedy, make_engine, save_model, weights
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +20,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
     kinds = {"a": (1, True), "b": (2, True), "untied": (3, False), "other": (4, False)}
     return {name: save_model(root / name, seed=seed, tied=tied) for name, (seed, tied) in kinds.items()}
+
+
+@pytest.fixture(scope="session")
+def fresh(folders) -> dict[str, list[int]]:
+    """What an engine says that was loaded with the weights of "b"."""
+    engine = make_engine(folders["b"])
+    said = greedy(engine)
+    engine.close()
+    return said
 
 
 class Shared:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from small_engines import greedy, make_engine, requests, weights
+from small_engines import greedy, requests, weights
 
 from rollstream.stages.megatron.weight_buffer import WeightBuffer
 
@@ -34,15 +34,6 @@ def sender() -> Iterator[Sender]:
     made = Sender()
     yield made
     made.buffer.close()
-
-
-@pytest.fixture(scope="module")
-def fresh(folders) -> dict[str, list[int]]:
-    """What an engine says that was loaded with the weights of "b"."""
-    engine = make_engine(folders["b"])
-    said = greedy(engine)
-    engine.close()
-    return said
 
 
 @pytest.mark.parametrize("updates", ["between", "resume", "recompute", "keep"])

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from small_engines import PROMPTS, draw, greedy, logprobs_of, make_engine, requests, weights
+from small_engines import PROMPTS, draw, greedy, logprobs_of, requests, weights
 
 from rollstream.stages.rollout import vllm_engine
 from rollstream.stages.rollout.engine import Sample
@@ -17,15 +17,6 @@ from rollstream.stages.rollout.weight_files import files_of
 pytestmark = pytest.mark.vllm
 
 UPDATES = ("between", "resume", "recompute", "keep")
-
-
-@pytest.fixture(scope="module")
-def fresh(folders) -> dict[str, list[int]]:
-    """What an engine says that was loaded with the weights of "b"."""
-    engine = make_engine(folders["b"])
-    said = greedy(engine)
-    engine.close()
-    return said
 
 
 @pytest.mark.parametrize("updates", UPDATES)
